@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, raising
 from fsdp_pretrain.run.files import json_object, replace_file
 
 _HASH = 16
@@ -78,10 +78,8 @@ def label(metric: str, filtered: str) -> str:
 
 def read(path: Path) -> dict[str, dict[Document, Value]]:
     """The `values` in a file. Raises DataError."""
-    try:
+    with raising(DataError, f"cannot read {path}"):
         rows = [json_object(line) for line in path.read_bytes().splitlines()]
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
     if not all(row is not None and {*_KEYS} <= row.keys() for row in rows):
         raise DataError(f"{path} is damaged: it has a line that is no sample")
     return values(row for row in rows if row is not None)

@@ -80,6 +80,15 @@ def shortened(problems: list[str], limit: int = 20) -> str:
     return "\n    ".join([*problems[:limit], *more])
 
 
+@contextmanager
+def raising(kind: type[UserError], cause: str, effect: str = "", remedy: str = "") -> Iterator[None]:
+    """Raise an OSError as an error of this kind, whose cause ends with the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{cause}: {error.strerror}", effect, remedy) from None
+
+
 class ConfigError(UserError):
     """The configuration is invalid, or does not fit the run or the machine."""
 

@@ -26,7 +26,7 @@ import xxhash
 
 from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.data.text.tokenizer import fingerprint_of
-from fsdp_pretrain.errors import DataError, StorageError
+from fsdp_pretrain.errors import DataError, StorageError, raising
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 
@@ -108,13 +108,11 @@ class CachedCopy:
         if any(entry.path is not None for entry in manifest.shards):
             raise DataError(f"{url} has shards that lie elsewhere", remedy="import the files with --copy")
         self.directory, tokenizer = use.directory / manifest.fingerprint, manifest.tokenizer
-        try:
+        with raising(DataError, f"cannot write to the cache {use.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             self.blocks = self._table("blocks.npy", manifest.blocks_xxh3)
             self.checksums = self._table("checksums.npy", manifest.checksums_xxh3)
             self._object(tokenizer.file, lambda raw: fingerprint_of(raw, tokenizer.eod) == tokenizer.fingerprint)
-        except OSError as error:
-            raise DataError(f"cannot write to the cache {use.directory}: {error.strerror}") from None
         self._item = np.dtype(manifest.dtype).itemsize
         self._stored = self.blocks[:, 4] + manifest.carried * self.blocks[:, 2]
         self.sizes: npt.NDArray[np.int64] = self._stored * self._item + self.blocks[:, 2] * LENGTH_BYTES
@@ -243,14 +241,10 @@ class CachedCopy:
                 self.remote = Remote(self.url, patience=self.remote.patience)
             raise
         path = self.path(block)
-        try:
+        remedy = "free space there, or name another data.cache.dir"
+        with raising(StorageError, f"the cache {self._use.directory} cannot be written", remedy=remedy):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
-        except OSError as error:
-            raise StorageError(
-                f"the cache {self._use.directory} cannot be written: {error.strerror}",
-                remedy="free space there, or name another data.cache.dir",
-            ) from None
         return len(content)
 
 

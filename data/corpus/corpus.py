@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain.data.text.tokenizer import Tokenizer, fingerprint_of
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, raising
 from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
@@ -229,10 +229,8 @@ class Corpus:
 
         def load() -> Tokenizer:
             path = Path(self.directory if self.cached is None else self.cached.directory, entry.file)
-            try:
+            with raising(DataError, f"cannot read the tokenizer {path}"):
                 whole = fingerprint_of(path.read_bytes(), entry.eod) == entry.fingerprint
-            except OSError as error:
-                raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from None
             if not whole:
                 raise DataError(
                     f"{path} is not the tokenizer this corpus was made with (fingerprint differs)",
@@ -248,10 +246,8 @@ def _table(path: Path, xxh3: str) -> npt.NDArray[Any]:
     """A table beside the manifest. Raises DataError if it is not the one with that checksum."""
     effect = "samples would begin and end at other tokens than the run expects, or damage would not be seen"
     remedy = "restore it and the manifest from the same copy of the corpus, or run `fsdp-data prepare` again"
-    try:
+    with raising(DataError, f"cannot read {path}", effect, remedy):
         raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", effect, remedy) from None
     if xxhash.xxh3_128_hexdigest(raw) != xxh3:
         raise DataError(f"{path} is not the one that manifest.json names", effect, remedy)
     table: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.errors import DataError, naming, raising
 from fsdp_pretrain.files import close_durably
 
 from .files import File
@@ -184,12 +184,10 @@ class Shard:
     def _rows(self, first: int, stop: int) -> IndexRows:
         """The index rows of documents [first, stop), unchecked. Raises DataError."""
         at = LENGTHS_AT + 4 * self.documents
-        try:
+        with _opening(self.index_path):
             index = File(self.index_path)
             lengths = index.read(self.lengths_at(first), self.lengths_at(stop))
             pointers = index.read(at + 8 * first, at + 8 * stop)
-        except OSError as error:
-            raise _unreadable(self.index_path, error) from None
         if len(lengths) < 4 * (stop - first) or len(pointers) < 8 * (stop - first):
             raise DataError(f"{self.index_path} is shorter than when it was opened", remedy=_ADVICE)
         return IndexRows(np.frombuffer(lengths, "<i4"), np.frombuffer(pointers, "<i8"))
@@ -285,23 +283,19 @@ class Shard:
 
 def _begin_of(path: Path) -> tuple[int, bytes]:
     """(size of a file in bytes, its first bytes: as many as a header has). Raises DataError."""
-    try:
+    with _opening(path):
         file = File(path)
         return file.size, file.read(0, _HEADER.size).tobytes()
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
 def mapped_file(path: Path) -> npt.NDArray[np.uint8]:
     """A file's bytes, memory-mapped, for tools. Raises DataError."""
-    try:
+    with _opening(path):
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE)
+def _opening(path: Path) -> AbstractContextManager[None]:
+    return raising(DataError, f"cannot open {path}", remedy=_ADVICE)
 
 
 def file_checksum(path: Path) -> str:

@@ -17,7 +17,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing import progress
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
-from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.errors import ConfigError, DataError, raising
 from fsdp_pretrain.fetcher_status import log_folder, status_file
 from fsdp_pretrain.processes import start_helper
 from fsdp_pretrain.ranks import RankInfo
@@ -118,7 +118,7 @@ def _lock_cache(cache: Path, run: Path) -> int:
         DataError: it cannot be written.
     """
     until = time.monotonic() + _LOCK_SECONDS
-    try:
+    with raising(DataError, f"cannot write to the cache {cache}"):
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         while time.monotonic() < until:
@@ -130,8 +130,6 @@ def _lock_cache(cache: Path, run: Path) -> int:
             time.sleep(_LOCK_PAUSE)
         holder = os.pread(lock, 4096, 0).decode(errors="replace")
         os.close(lock)
-    except OSError as error:
-        raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
     raise ConfigError(
         f"data.cache.dir = {cache} is in use by the run {holder}",
         effect="each run would drop the blocks that the other needs",

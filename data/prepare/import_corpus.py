@@ -25,7 +25,7 @@ from fsdp_pretrain.data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_c
 from fsdp_pretrain.data.text.files import stamp_of
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate.checker import TokenChecker
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, raising
 
 from .jobs import Job, Task, describe, summed, write_record
 
@@ -123,10 +123,8 @@ def _content(
 def _stamp(file: Path, kind: Format) -> list[int]:
     """The `stamp_of` the file that holds the tokens. Raises DataError."""
     name = f"{file}.bin" if kind == "megatron" else str(file)
-    try:
+    with raising(DataError, f"cannot open {name}"):
         return stamp_of(Path(name))
-    except OSError as error:
-        raise DataError(f"cannot open {name}: {error.strerror}") from None
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -21,7 +21,7 @@ from fsdp_pretrain.config.resume_rules import (
 from fsdp_pretrain.config.step_settings import SCHEDULED, same_values
 from fsdp_pretrain.data.packing.opening import open_skips
 from fsdp_pretrain.data.packing.position import Position
-from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, raising
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 from fsdp_pretrain.run import lineage
 from fsdp_pretrain.run.environment import WorldShape
@@ -114,10 +114,8 @@ class Resume:
         rollback = lineage.abandoned_by(lineage.nodes(self._run), segment, checkpoint.step)
         if rollback is None:
             return None
-        try:
+        with raising(StorageError, f"cannot move {checkpoint.path} aside"):
             Store(self._run.checkpoints).abandon(checkpoint.path)
-        except OSError as error:
-            raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
         return f"segment {rollback.segment} went back to step {rollback.step}, so it was moved to abandoned/ beside it"
 
     def _load(self, checkpoint: Checkpoint, rejected: list[str]) -> Resumed:

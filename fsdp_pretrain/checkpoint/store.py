@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
+from fsdp_pretrain.errors import CheckpointError, StorageError, UserError, raising
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import make_directory, now
@@ -126,10 +126,8 @@ class Store:
     def _entries(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
-        try:
+        with raising(StorageError, f"cannot read {self.directory}"):
             return list(self.directory.iterdir())
-        except OSError as error:
-            raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
 
     def abandoned(self) -> list[Checkpoint]:
         """The checkpoints in `abandoned/`, oldest step first."""
@@ -141,10 +139,8 @@ class Store:
     def begin(self, step: int) -> Path:
         """Create a uniquely named directory to write the checkpoint of `step` into. Raises StorageError."""
         path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"
-        try:
+        with raising(StorageError, f"cannot create {path}"):
             make_directory(path)
-        except OSError as error:
-            raise StorageError(f"cannot create {path}: {error.strerror}") from None
         return path
 
     def commit(self, attempt: Path, manifest: CheckpointManifest) -> Checkpoint:

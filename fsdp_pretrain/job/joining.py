@@ -21,7 +21,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples
 from fsdp_pretrain.data.packing.opening import open_skips
 from fsdp_pretrain.data.packing.packer import Packer
-from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError, raising
 from fsdp_pretrain.launch.outcome import newest_segment
 from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
@@ -176,12 +176,10 @@ def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMe
 
 def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
     """Create this start's segment directory with configuration and environment. Raises StorageError."""
-    try:
+    with raising(StorageError, f"cannot write to the run directory {run.path}"):
         segment = run.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
         state_files.write(segment / ENVIRONMENT, environment.describe(world, hosts))
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
     return segment
 
 
@@ -198,10 +196,8 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: 
     steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)
     aside = abandon_all(run) if fresh else []
     kind = "fresh" if fresh else "start"
-    try:
+    with raising(StorageError, f"cannot write to the run directory {run.path}"):
         lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
     if steps or aside:
         why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
         text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"

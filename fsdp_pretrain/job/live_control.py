@@ -16,7 +16,7 @@ from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.data.packing.position import Position
-from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError, raising
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import overrides
@@ -171,10 +171,8 @@ class LiveControl(Observer):
             StorageError: this start cannot continue; the next one has the change.
         """
         run = self._recorder.run
-        try:
+        with raising(ConfigError, f"cannot write {run.overrides}"):
             lasting = overrides.add_entry(run, entry)
-        except OSError as error:
-            raise ConfigError(f"cannot write {run.overrides}: {error.strerror}") from None
         try:  # a segment must record what it trains with
             replace_file(run.segment(self._recorder.number) / "config.toml", after.to_toml())
         except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.errors import ConfigError, Exit, raising
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
@@ -48,7 +48,9 @@ def _write_test(directory: Path) -> None:
     """Write and sync a file there, or in the nearest existing parent. Raises ConfigError."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     probe = existing / f".preflight-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    try:
+    effect = "the run could not be recorded, or no checkpoint saved"
+    remedy = "repair the mount or its permissions, or set run.dir to other storage"
+    with raising(ConfigError, f"{socket.gethostname()} cannot write to {directory}", effect, remedy):
         try:
             with probe.open("w") as file:
                 file.write("preflight\n")
@@ -56,12 +58,6 @@ def _write_test(directory: Path) -> None:
                 os.fsync(file.fileno())
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{socket.gethostname()} cannot write to {directory}: {error.strerror}",
-            effect="the run could not be recorded, or no checkpoint saved",
-            remedy="repair the mount or its permissions, or set run.dir to other storage",
-        ) from None
 
 
 def gpu_count() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.store import directory_name, step_of
-from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.errors import Exit, StorageError, raising
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, state_files, status
 from fsdp_pretrain.run.files import RunDir, now, replace_file
@@ -68,10 +68,8 @@ def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool =
     report = _report(run, branch)
     if dry_run:
         return report.model_copy(update={"done": "dry run"})
-    try:
+    with raising(StorageError, f"cannot write {run.rollback}", effect="nothing was changed"):
         state_files.write(run.rollback, _decide(run, branch, report, request, reason))
-    except OSError as error:
-        raise StorageError(f"cannot write {run.rollback}: {error.strerror}", effect="nothing was changed") from None
     finish(run)
     return report.model_copy(update={"done": "now"})
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.errors import BusyError, StorageError
+from fsdp_pretrain.errors import BusyError, StorageError, raising
 from fsdp_pretrain.processes import process_start
 
 from . import state_files, status
@@ -186,12 +186,10 @@ class RunLock:
         if free is False:
             raise self._busy(held)
         if free:
-            try:
+            with raising(StorageError, f"cannot write to the run directory {self._run.path}"):
                 self._claim = Lease.take(self._run.lock, purpose=self._purpose)
                 if self._claim is None and held is not None and read(self._run.lock) == held:
                     os.utime(self._run.lock)  # if a dead holder's lease cannot be removed, this raises the cause
-            except OSError as error:
-                raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         elif self._waiting:
             time.sleep(min(_TURN, SILENT_SECONDS / 5))
         else:

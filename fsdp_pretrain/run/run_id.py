@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.errors import RunGoneError, StorageError
+from fsdp_pretrain.errors import RunGoneError, StorageError, raising
 from fsdp_pretrain.files import create_file, replace_file
 
 NAME = "run_id"
@@ -51,14 +51,12 @@ def assign(directory: Path, run_id: str = "") -> str:
 
     With an empty `run_id`, the id is random.
     """
-    try:
+    with raising(StorageError, f"cannot write to the run directory {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         if (known := read(directory)) is None:
             with contextlib.suppress(FileExistsError):  # another process was faster
                 create_file(directory / NAME, f"{run_id or os.urandom(16).hex()}\n")
             known = read(directory)
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {directory}: {error.strerror}") from None
     if known is None:
         raise StorageError(f"{directory / NAME} is empty", remedy="remove it, if this is the right directory")
     return known

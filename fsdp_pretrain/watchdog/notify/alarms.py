@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
-from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.errors import ConfigError, StorageError, raising
 from fsdp_pretrain.run import requests
 from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 from fsdp_pretrain.severity import Severity
@@ -161,10 +161,8 @@ def acknowledge(run: RunDir, key: str) -> None:
             f"no alarm {key!r} is open and unacknowledged",
             remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "there is nothing to acknowledge",
         )
-    try:
+    with raising(StorageError, f"cannot write to the run directory {run.path}"):
         requests.put(_inbox(run), verb="ack", key=key)
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
 
 
 def read_alarms(path: Path) -> list[Alarm]:
