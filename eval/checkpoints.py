@@ -42,12 +42,8 @@ class EvaluatedModel:
 
 
 def open_checkpoint(checkpoint: Checkpoint) -> EvaluatedModel:
-    """A checkpoint to evaluate.
-
-    Raises:
-        UserError: a small file is damaged (those with weights are checked as they are read), or the checkpoint or the
-            tokenizer cannot be used.
-    """
+    """A checkpoint to evaluate. Raises UserError if a small file is damaged (those with weights are checked as they are
+    read), or the checkpoint or the tokenizer cannot be used."""
     with _whole(checkpoint):
         check_files(checkpoint, TRAIN_STATE)
     trained = _configuration(checkpoint)

@@ -74,11 +74,8 @@ class CheckpointLM(TemplateLM):
     # ------------------------------------------------------------------ likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives it) of each continuation, given its context.
-
-        Raises:
-            RefusedError: a continuation has no token of its own.
-        """
+        """(log-likelihood, whether greedy decoding gives it) of each continuation, given its context. Raises
+        RefusedError if a continuation has no token of its own."""
         pairs = [request.args for request in requests]
         encoded = [self._encode_pair(*pair) if pair[0] else ([], self.tok_encode(pair[1])) for pair in pairs]
         return self._loglikelihood_tokens(
@@ -143,10 +140,8 @@ class CheckpointLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate answers up to a stop string. A long prompt is cut on the left, so that the longest answer fits.
-
-        Raises:
-            RefusedError: a request needs an unsupported way of decoding, or the model has no room for its answer.
-        """
+        Raises RefusedError if a request needs an unsupported way of decoding, or the model has no room for its
+        answer."""
         texts = self.tokenizer.encode([request.args[0] for request in requests])
         prompts = []
         for request, tokens in zip(requests, texts, strict=True):

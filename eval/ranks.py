@@ -23,10 +23,8 @@ _TIMEOUT = Seconds(24 * 3600)
 def join() -> Iterator[World | None]:
     """Join the ranks of this process's torchrun job; yields None if the process is alone.
 
-    The model is sharded inside a node and replicated between nodes.
-
-    Raises:
-        ConfigError: the ranks do not fit the configuration or the machine.
+    The model is sharded inside a node and replicated between nodes. Raises ConfigError if the ranks do not fit the
+    configuration or the machine.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None

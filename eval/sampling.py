@@ -17,10 +17,8 @@ def prompt_of(
 ) -> Prompt:
     """A prompt for a model's `Scorer`; a long text is cut on the left. The defaults are those of `eval.prompts`.
 
-    `tokens`: most tokens of the answer; None: `_TOKENS`, or half of what the model reads if that is less.
-
-    Raises:
-        ConfigError: so many tokens do not fit behind any prompt.
+    `tokens`: most tokens of the answer; None: `_TOKENS`, or half of what the model reads if that is less. Raises
+    ConfigError if so many tokens do not fit behind any prompt.
     """
     tokens = min(_TOKENS, evaluated.length // 2) if tokens is None else tokens
     tokenizer, marks = evaluated.tokenizer, Marks.of(evaluated.objective, evaluated.tokenizer)

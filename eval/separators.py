@@ -82,10 +82,8 @@ class Subject:
 def separator_probe(subject: Subject) -> Probed:
     """Run the probe: probabilities of a separator, and a verdict on the training data.
 
-    Of documents longer than the model's length, only the end is read.
-
-    Raises:
-        RefusedError: there are no held-out documents.
+    Of documents longer than the model's length, only the end is read. Raises RefusedError if there are no held-out
+    documents.
     """
     size, eod = min(_DOCUMENTS, len(subject.documents)), subject.source.tokenizer.eod
     if not size:

@@ -114,10 +114,8 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
 def task_texts(section: EvalSection) -> Iterator[tuple[str, str]]:
     """(task, text) of every document of the configured tasks that are not made from `eval.heldout`.
 
-    A text is all strings of a document, such as its question and its answers, whatever the task makes of them.
-
-    Raises:
-        RefusedError: as `load_tasks`.
+    A text is all strings of a document, such as its question and its answers, whatever the task makes of them. Raises
+    RefusedError as `load_tasks` does.
     """
     names = [name for name in section.tasks if name not in section.bundled_tasks]
     for task in _single(load_tasks(section.model_copy(update={"tasks": names}))):

@@ -154,12 +154,9 @@ class Worker:
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def call(self, act: Callable[[], T], seconds: float) -> T:
-        """Run `act` in the thread. Returns its result, or raises its exception.
-
-        Raises:
-            NoAnswerError: it took too long, or the previous call is still running. Time is counted in short turns, so
-                a suspended process does not use it up.
-        """
+        """Run `act` in the thread. Returns its result, or raises its exception. Raises NoAnswerError if it took too
+        long, or the previous call is still running. Time is counted in short turns, so a suspended process does not use
+        it up."""
         if self._late:
             self._take(0.0)
         self._late = True

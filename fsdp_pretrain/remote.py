@@ -36,11 +36,8 @@ here has our own checksums, and data written is read back."""
 
 
 class Url(str):
-    """A directory or object in remote storage: `s3://bucket/corpora/web`, without a slash at its end.
-
-    Raises:
-        ValueError: the scheme is unknown, there is no path, or the URL has forbidden parts such as credentials.
-    """
+    """A directory or object in remote storage: `s3://bucket/corpora/web`, without a slash at its end. Raises ValueError
+    if the scheme is unknown, there is no path, or the URL has forbidden parts such as credentials."""
 
     __slots__ = ()
 

@@ -95,19 +95,13 @@ class Corpus:
         return self._read(name, lambda: _table(Path(self.directory, name), xxh3))
 
     def lengths(self, number: int) -> npt.NDArray[np.int32]:
-        """Tokens of each document of block `number`, as stored: int32 [documents].
-
-        Raises:
-            DataError: they cannot be read, or are damaged.
-        """
+        """Tokens of each document of block `number`, as stored: int32 [documents]. Raises DataError if they cannot be
+        read, or are damaged."""
         return self._taken(number, lambda block: block.lengths())
 
     def copy(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> None:
-        """Copy tokens of block `number` to a row, see `StoredBlock.copy`.
-
-        Raises:
-            DataError: they cannot be read, or are damaged.
-        """
+        """Copy tokens of block `number` to a row, see `StoredBlock.copy`. Raises DataError if they cannot be read, or
+        are damaged."""
 
         def take(block: StoredBlock) -> tuple[File, list[memoryview]]:
             file = _FILES.get(self._opened, block.path) or block.file()

@@ -69,10 +69,8 @@ class CorpusReads:
     def read(self, path: Location, act: Callable[[], T]) -> T:
         """Call `act`, which reads a file or object, and return or raise what it does.
 
-        It runs in another thread, possibly forever, so it must not change anything shared.
-
-        Raises:
-            ReadTimeoutError: it takes too long.
+        It runs in another thread, possibly forever, so it must not change anything shared. Raises ReadTimeoutError if
+        it takes too long.
         """
         with self._turn:
             return self._watched(path, act)

@@ -193,12 +193,9 @@ class Shard:
         return IndexRows(np.frombuffer(lengths, "<i4"), np.frombuffer(pointers, "<i8"))
 
     def rows(self, first: int, stop: int) -> IndexRows:
-        """The index rows of documents [first, stop).
-
-        Raises:
-            DataError: they cannot be read, or a document does not end where the next one starts, or the last where the
-                file ends. Each length must be the distance of two pointers, so a single change of the index is noticed.
-        """
+        """The index rows of documents [first, stop). Raises DataError if they cannot be read, or a document does not
+        end where the next one starts, or the last where the file ends. Each length must be the distance of two
+        pointers, so a single change of the index is noticed."""
         rows = self._rows(first, min(stop + 1, self.documents))
         begins = rows.pointers
         if stop == self.documents:

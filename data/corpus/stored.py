@@ -180,11 +180,8 @@ class StoredBlock:
 
 
 def local_block(shard: Shard, first: int, count: int, expected: Checksums) -> StoredBlock:
-    """The block of documents [first, first + count) of a shard in files.
-
-    Raises:
-        DataError: it cannot be read, its index is damaged, or it does not match its checksums.
-    """
+    """The block of documents [first, first + count) of a shard in files. Raises DataError if it cannot be read, its
+    index is damaged, or it does not match its checksums."""
     index = shard.rows(first, first + count)
     item = shard.dtype.itemsize
     begin, stop = int(index.pointers[0]), int(index.pointers[-1]) + int(index.lengths[-1]) * item

@@ -93,9 +93,8 @@ def write_corpus(
 ) -> CorpusManifest:
     """Write tables, tokenizer copy and finally, atomically, the manifest of shards already in place.
 
-    Args:
-        entries: manifest entries of the shards. An entry may have the blocks of its shard as JSON of `ShardBlocks`
-            under `blocks`; else the shard is read to make them.
+    `entries`: manifest entries of the shards. An entry may have the blocks of its shard as JSON of `ShardBlocks` under
+    `blocks`; else the shard is read to make them.
     """
     entries, by_shard = [{**entry} for entry in entries], list[ShardBlocks]()
     for entry in entries:

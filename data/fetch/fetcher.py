@@ -50,11 +50,8 @@ class _Failure(NamedTuple):
 
 
 class Fetcher:
-    """One node's fetcher. Waits until the ranks have published their positions.
-
-    Raises:
-        UserError: a corpus cannot be opened.
-    """
+    """One node's fetcher. Waits until the ranks have published their positions. Raises UserError if a corpus cannot be
+    opened."""
 
     def __init__(self, settings: FetcherSettings) -> None:
         config = parse(settings.config)

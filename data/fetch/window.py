@@ -54,8 +54,7 @@ class Window:
     def extend(self, limit: int) -> bool:
         """Add a step, if the window is not full. Returns whether there may be space for another.
 
-        Args:
-            limit: bytes that the cache may hold. The next step belongs to the window whatever its size.
+        `limit`: bytes that the cache may hold. The next step belongs to the window whatever its size.
         """
         full = self._bytes >= _SHARE * limit or len(self._order) >= _MOST_USES
         if self._ended or (full and self.last_step > self._done):
@@ -95,9 +94,8 @@ class Window:
     def excess(self, limit: int, *, spare: Collection[Key] | None = None) -> list[Key]:
         """Forget blocks outside the window until the others fit into `limit` bytes; returns those forgotten.
 
-        Args:
-            spare: if given, blocks of the window may be forgotten too, the one that is used last first, except these
-                and those of the next step.
+        `spare`: if given, blocks of the window may be forgotten too, the one that is used last first, except these and
+        those of the next step.
         """
         too_much, forgotten = sum(self.held.values()) - limit, list[Key]()
         candidates = [key for key in self.held if key not in self.uses]

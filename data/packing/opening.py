@@ -24,8 +24,7 @@ from .pieces import Pieces
 def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
     """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model.
 
-    Args:
-        fetcher: status file of the node's fetcher, see `CacheUse`.
+    `fetcher`: status file of the node's fetcher, see `CacheUse`.
     """
     data, pieces = config.data, Pieces(config.data.sequence_stages)
     excluded = read_exclusions(data.exclude) if data.exclude is not None else set()

@@ -17,11 +17,8 @@ from .source import Ints, SourceStream, Span
 
 
 class Pairs(SourceStream):
-    """One corpus of prompts with answers: `slots` pairs in a sample, each in `slot` tokens of it.
-
-    Raises:
-        DataError: the documents are not all in pairs.
-    """
+    """One corpus of prompts with answers: `slots` pairs in a sample, each in `slot` tokens of it. Raises DataError if
+    the documents are not all in pairs."""
 
     def __init__(self, name: str, corpus: Corpus, seed: int, lanes: int, *, slots: int, slot: int) -> None:
         super().__init__(name, corpus, slots, seed, lanes)

@@ -162,11 +162,8 @@ class SourceStream:
         return order
 
     def _starts(self, block: int, lengths: npt.NDArray[np.int32]) -> Ints:
-        """The places in a block's tokens at which the texts of its documents begin, after carried separators.
-
-        Raises:
-            DataError: a document does not carry the separator that the manifest declares.
-        """
+        """The places in a block's tokens at which the texts of its documents begin, after carried separators. Raises
+        DataError if a document does not carry the separator that the manifest declares."""
         manifest, sizes = self.corpus.manifest, lengths.astype(np.int64) + self.corpus.manifest.carried
         starts: Ints = np.cumsum(sizes) - sizes
         if not manifest.carried:

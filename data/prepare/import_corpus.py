@@ -43,12 +43,8 @@ class ImportOptions:
 
 
 def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: ImportOptions) -> CorpusManifest:
-    """Make a corpus from token files; `tokenizer` is the one that made the tokens.
-
-    Raises:
-        DataError: files cannot be read, documents do not carry the declared separators, or the directory holds another
-            job.
-    """
+    """Make a corpus from token files; `tokenizer` is the one that made the tokens. Raises DataError if files cannot be
+    read, documents do not carry the declared separators, or the directory holds another job."""
     format_of = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
     files = list({file.absolute(): None for file in format_of})
     for file in files:

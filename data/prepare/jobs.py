@@ -113,11 +113,8 @@ class Job:
         return [task for task in tasks if not all(task.name + suffix in names for suffix in task.suffixes)]
 
     def gather(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-        """The records of all shards, which must be done. Deletes files that killed processes left half-written.
-
-        Raises:
-            DataError: a record does not match its checksum.
-        """
+        """The records of all shards, which must be done. Deletes files that killed processes left half-written. Raises
+        DataError if a record does not match its checksum."""
         names = self._file_names()
         self.delete([name for name in names if name.startswith("shards/") and name.endswith(".partial")])
         records = []

@@ -27,11 +27,8 @@ SPLITS = ("train", "heldout")
 
 def build(out: Path) -> dict[str, list[int]]:
     """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`, each under its name only when it is
-    complete. Returns the sizes of the texts of each split in UTF-8 bytes.
-
-    Raises:
-        DataError: this Python has no standard-library sources (a stripped image).
-    """
+    complete. Returns the sizes of the texts of each split in UTF-8 bytes. Raises DataError if this Python has no
+    standard-library sources (a stripped image)."""
     out.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[int]] = {split: [] for split in SPLITS}
     with ExitStack() as stack:

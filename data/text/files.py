@@ -52,11 +52,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = (), only:
 
     Their order determines the document numbers. From directories, only files that end in one of `suffixes` are taken,
     by default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
-    `only` names the one to take.
-
-    Raises:
-        DataError: an input does not exist or is not a file, its name does not tell its format, a directory holds
-            several splits and `only` is None, or there are no files.
+    `only` names the one to take. Raises DataError if an input does not exist or is not a file, its name does not tell
+    its format, a directory holds several splits and `only` is None, or there are no files.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
     missing = [str(name) for name in inputs if not Path(name).exists()]
@@ -117,11 +114,8 @@ def split_of(path: PurePath) -> str | None:
 
 
 def _of_split(directory: object, files: dict[Path, Path], only: str | None) -> list[Path]:
-    """The files of one split among `files`, whose keys are paths below a directory.
-
-    Raises:
-        DataError: there are several splits and `only` is None, or it names none of them.
-    """
+    """The files of one split among `files`, whose keys are paths below a directory. Raises DataError if there are
+    several splits and `only` is None, or it names none of them."""
     splits = list(map(split_of, files))
     counts = Counter(splits)
     shown = ", ".join(f"{name or 'no split'}: {count:_}" for name, count in sorted(counts.items(), key=str))
@@ -154,11 +148,8 @@ def missing_numbers(files: Sequence[Path]) -> list[str]:
 
 
 def files_below(directory: Path) -> list[Path]:
-    """All files in and below a directory, sorted; follows symbolic links, but enters no directory twice.
-
-    Raises:
-        OSError: a directory cannot be read.
-    """
+    """All files in and below a directory, sorted; follows symbolic links, but enters no directory twice. Raises OSError
+    if a directory cannot be read."""
     files: list[Path] = []
     entered: set[str] = set()
     waiting = [directory]

@@ -79,10 +79,7 @@ def is_held_out(run: Config, directory: Path) -> bool:
 
 def protect_evaluation(run: Config | None, more: Sequence[Path], *, quiet: bool = False) -> Protection:
     """Protect the documents of `eval.heldout`, those of the corpora in `eval.loss_on`, and the texts in more files.
-
-    Raises:
-        DataError: one of them cannot be read.
-    """
+    Raises DataError if one of them cannot be read."""
     counts: list[tuple[str, int]] = []
     named = list(_evaluation_texts(run, quiet=quiet) if run is not None else ())
     named += [(str(path), read_texts(path)) for path in more]

@@ -19,11 +19,8 @@ _BOUNDARY = " ‖ "
 
 
 def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
-    """The place and the text of document number `wanted`, counted over all shards. Only its block is read.
-
-    Raises:
-        DataError: the corpus has no document of this number, or is damaged.
-    """
+    """The place and the text of document number `wanted`, counted over all shards. Only its block is read. Raises
+    DataError if the corpus has no document of this number, or is damaged."""
     shards, table = corpus.manifest.shards, corpus.blocks
     ends = np.cumsum([shard.documents for shard in shards])
     if not 0 <= wanted < sum(shard.documents for shard in shards):

@@ -144,11 +144,8 @@ class Network:
 
 
 def measure_side(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:
-    """Time `steps` steps of another implementation after `warmup`, without a process group.
-
-    Raises:
-        ConfigError: its library is not installed.
-    """
+    """Time `steps` steps of another implementation after `warmup`, without a process group. Raises ConfigError if its
+    library is not installed."""
     alone = mesh.SingleProcess()
     device = alone.device = mesh.device_of(RankInfo.from_environment())
     with torch.device(device):

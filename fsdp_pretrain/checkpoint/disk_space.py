@@ -82,11 +82,8 @@ def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
 
 
 def make_room(directory: Path, need: SpaceNeeded, prune: Prune | None) -> bool:
-    """Delete old checkpoints if a new one does not fit. Returns whether any were deleted.
-
-    Raises:
-        StorageError: the new one does not fit, even so.
-    """
+    """Delete old checkpoints if a new one does not fit. Returns whether any were deleted. Raises StorageError if the
+    new one does not fit, even so."""
     try:
         pruned = prune is not None and not need.fits(Room.of(directory)) and bool(prune())
         room = Room.of(directory)

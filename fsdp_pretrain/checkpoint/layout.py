@@ -87,11 +87,7 @@ class SaveLayout:
         return sum(1 + size // FILE_BYTES for size in used)
 
     def descriptions(self, lengths: Sequence[Sequence[int]]) -> dict[str, str | bytes]:
-        """Contents of `tensors.json` and `.metadata`.
-
-        Args:
-            lengths: bytes of the pieces, [rank][piece].
-        """
+        """Contents of `tensors.json` and `.metadata`. `lengths`: bytes of the pieces, [rank][piece]."""
         chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in self.tensors}
         for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
             for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):

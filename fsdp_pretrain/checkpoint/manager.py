@@ -91,11 +91,8 @@ class CheckpointManager:
         return self._save(self._world, state, self._tensors(), self._facts(state, final), self._config)
 
     def begin(self, state: TrainState) -> Future[dcp.SaveResult]:
-        """Copy the state, then save the copy in the background; training may continue on return.
-
-        Raises:
-            ConfigError: on every rank, if any cannot allocate host memory for the copy.
-        """
+        """Copy the state, then save the copy in the background; training may continue on return. Raises ConfigError on
+        every rank if any cannot allocate host memory for the copy."""
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
         world, facts, config = self._world.with_host_group(self._writers), self._facts(state, False), self._config
@@ -155,8 +152,7 @@ class CheckpointManager:
 def make_facts(config: Config, world: World, state: TrainState, *, final: bool = False, **marks: Any) -> Facts:
     """The manifest's facts for a checkpoint of `state`.
 
-    Args:
-        marks: `segment`, `imported`, `suspect` and `merged` of `Facts`; None values are left out.
+    `marks`: `segment`, `imported`, `suspect` and `merged` of `Facts`; None values are left out.
     """
     return Facts(
         **vars(state),

@@ -202,11 +202,8 @@ class Store:
         return deleted
 
     def sweep(self) -> list[Path]:
-        """Remove leftovers of killed saves and deletions. Only for the job that holds the run's lock.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
+        """Remove leftovers of killed saves and deletions. Only for the job that holds the run's lock. Raises
+        StorageError if the directory cannot be read."""
         stale = [path for path in self._entries() if _LEFTOVER.match(path.name)]
         for path in stale:
             shutil.rmtree(path, ignore_errors=True)

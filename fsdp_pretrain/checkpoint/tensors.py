@@ -59,11 +59,8 @@ class TensorsFile(StateFile):
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name.
-
-    Raises:
-        CheckpointError: `tensors.json` is missing or damaged, or cannot be read.
-    """
+    """The tensors of a checkpoint by name. Raises CheckpointError if `tensors.json` is missing or damaged, or cannot be
+    read."""
     try:
         content = state_files.read(folder / TENSORS, TensorsFile)
     except UserError as error:

@@ -23,8 +23,7 @@ Provenance = Callable[[StepRecord], dict[str, Any]]
 class HealthObserver(Observer):
     """Judges the steps of a start, and records the findings.
 
-    Args:
-        provenance: names the documents of a step that was skipped.
+    `provenance`: names the documents of a step that was skipped.
     """
 
     def __init__(self, health: Health, recorder: Recorder, provenance: Provenance) -> None:

@@ -50,11 +50,8 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
 
 
 def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:
-    """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective.
-
-    Raises:
-        UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
-    """
+    """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective. Raises
+    UserError if the rollback is not allowed or fails; see `auto_rollback.roll_back`."""
     request, recorder, run_dir = loop.rollback, run.recorder, run.recorder.run
     if request is None:
         return _record_stop(outcome, loop.step, run)

@@ -109,10 +109,7 @@ def _wait_until_visible(directory: Path, identifier: str) -> None:
 
 def refuse_unwanted_restart(run: RunDir) -> None:
     """Refuse a restart by torchrun if the last start ended on purpose: torchrun restarts after any exit code but 0.
-
-    Raises:
-        UserError: with the exit code of the last start; torchrun uses up its restarts on it and ends.
-    """
+    Raises UserError with the exit code of the last start; torchrun uses up its restarts on it and ends."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
         return
     path = run.segments[-1] / EXIT_INTENT
@@ -146,12 +143,9 @@ def agree_on_options(options: ResumeOptions, memory: LauncherMemory, world: Worl
 
 
 def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
-    """The newest recorded checkpoint of the kept line, if neither it nor a later one exists; else None.
-
-    Raises:
-        CheckpointError: there is no checkpoint at all, or the missing one was seen under this launcher: continuing
-            would silently repeat training. With `options.fresh` it is returned instead.
-    """
+    """The newest recorded checkpoint of the kept line, if neither it nor a later one exists; else None. Raises
+    CheckpointError if there is no checkpoint at all, or the missing one was seen under this launcher: continuing would
+    silently repeat training. With `options.fresh` it is returned instead."""
     lost = missing(run, memory.seen)
     if lost is None or options.fresh or not (lost.newest is None or lost.seen):
         return lost
@@ -187,10 +181,8 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: 
     """Make this start the head of the lineage, before it records a step.
 
     A start at step 0 of a run with a record reports which steps are lost. If that was allowed (`fresh`), old
-    checkpoints and evaluations are moved aside, since they belong to another line.
-
-    Raises:
-        StorageError: the run directory cannot be written.
+    checkpoints and evaluations are moved aside, since they belong to another line. Raises StorageError if the run
+    directory cannot be written.
     """
     fresh = fresh and resumed.checkpoint is None
     steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)

@@ -91,8 +91,7 @@ class LiveControl(Observer):
     def _decide(self, *, paused: bool = False) -> ControlActions:
         """Decide on the pending requests, when all ranks have issued the same step, and apply the changes among them.
 
-        Args:
-            paused: whether training is paused now.
+        `paused`: whether training is paused now.
         """
         actions = self._world.decide(lambda: self._decide_here(self.loop.trainer.state, paused))
         for entry in actions.entries:

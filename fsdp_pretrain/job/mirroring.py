@@ -118,8 +118,7 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
     """Wait until the mirror has the last checkpoint and the record: up to ten minutes after a complete run, and up to
     20 seconds after a request to stop. Collective.
 
-    Args:
-        uploader: on rank 0, if the run has a mirror; else None.
+    `uploader`: on rank 0, if the run has a mirror; else None.
     """
     if run.config.checkpoint.mirror is None:
         return

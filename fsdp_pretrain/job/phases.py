@@ -95,11 +95,8 @@ class RestoredRun:
 
 
 def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memory: LauncherMemory) -> RestoredRun:
-    """Load the newest valid checkpoint, or the initial values, and make this start the head of the lineage.
-
-    Raises:
-        UserError: there is no valid checkpoint, or something changed that a resume may not change.
-    """
+    """Load the newest valid checkpoint, or the initial values, and make this start the head of the lineage. Raises
+    UserError if there is no valid checkpoint, or something changed that a resume may not change."""
     config, world, recorder, packer = run.config, run.world, run.recorder, corpora.packer
     model, optimizer = build_model_and_optimizer(config, world)
     own = OwnObservers(ObserverContext(config, world, model, optimizer, recorder.run))

@@ -17,11 +17,8 @@ from .outcome import avoided
 
 
 def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
-    """Check this node, to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
-
-    Raises:
-        UserError: the start would fail; exit 76 if this host is to be avoided.
-    """
+    """Check this node, to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings. Raises UserError if
+    the start would fail; exit 76 if this host is to be avoided."""
     host = socket.gethostname()
     if host in avoided(run):
         error = ConfigError(

@@ -43,11 +43,8 @@ _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 def command(
     args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
 ) -> list[str]:
-    """The torchrun command line. `rest`: further torchrun options; `join`: rendezvous timeout in seconds.
-
-    Raises:
-        ConfigError: several nodes and no first node, or one whose name does not resolve here.
-    """
+    """The torchrun command line. `rest`: further torchrun options; `join`: rendezvous timeout in seconds. Raises
+    ConfigError if there are several nodes and no first node, or one whose name does not resolve here."""
     if args.rdzv_endpoint is None and most_nodes(args.nnodes) > 1:
         raise ConfigError(
             f"--nnodes {args.nnodes} without --rdzv-endpoint: the nodes cannot find each other",

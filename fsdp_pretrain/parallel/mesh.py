@@ -142,11 +142,8 @@ class SingleProcess(World):
 
 @contextmanager
 def connect(parallel: ParallelSection) -> Iterator[World]:
-    """Join the process group and build the mesh; destroy the group on a normal exit.
-
-    Raises:
-        ConfigError: the world does not fit the configuration or the machine.
-    """
+    """Join the process group and build the mesh; destroy the group on a normal exit. Raises ConfigError if the world
+    does not fit the configuration or the machine."""
     ranks = RankInfo.from_environment()
     shards = parallel.shard_size(ranks.world, ranks.local_world)
     device = device_of(ranks)

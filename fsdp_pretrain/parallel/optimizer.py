@@ -46,10 +46,8 @@ def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection)
     """The treatment of every parameter, given all shapes by name.
 
     The first of `optimizer.groups` that matches a parameter sets what it names. Otherwise biases and the weights of
-    norms do not decay. Of a kind that takes matrices only are those of blocks; the rest are AdamW's.
-
-    Raises:
-        ConfigError: a group matches no parameter, or a rule does not take a parameter.
+    norms do not decay. Of a kind that takes matrices only are those of blocks; the rest are AdamW's. Raises ConfigError
+    if a group matches no parameter, or a rule does not take a parameter.
     """
     found, problems, matched = dict[str, Treatment](), [], set[str]()
     for name, shape in shapes.items():

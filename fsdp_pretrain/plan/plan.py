@@ -250,11 +250,8 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
 def measured(
     config: Config, *, devices: int, device: str | None, seconds: float | None = None, mfu: float | None = None
 ) -> Speed:
-    """Throughput and days of the run, from a measured time of a step at the full batch or a measured MFU.
-
-    Raises:
-        ConfigError: the size is not the declared one, or `mfu` is given for a device whose peak is not known.
-    """
+    """Throughput and days of the run, from a measured time of a step at the full batch or a measured MFU. Raises
+    ConfigError if the size is not the declared one, or `mfu` is given for a device whose peak is not known."""
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
     batch, peak = config.schedule.batch.full, peak_flops(device or "")

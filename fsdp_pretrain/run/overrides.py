@@ -97,11 +97,8 @@ def read(run: RunDir) -> Overrides:
 def apply(
     path: str | Path, arguments: Sequence[str], overrides: Overrides, dropped: Sequence[TimelineEntry] = ()
 ) -> Config:
-    """The configuration of a file, `key=value` arguments and a run's overrides, without the entries `dropped`.
-
-    Raises:
-        ConfigError: the configuration is invalid, or the arguments contradict the overrides.
-    """
+    """The configuration of a file, `key=value` arguments and a run's overrides, without the entries `dropped`. Raises
+    ConfigError if the configuration is invalid, or the arguments contradict the overrides."""
     config = load(path, [*arguments, *overrides.set])
     if arguments and overrides.set and (obeyed := load(path, [*overrides.set, *arguments])) != config:
         resolved, commanded = (tree.model_dump(mode="json") for tree in (config, obeyed))

@@ -43,10 +43,8 @@ class BatchReader:
     def read(self, before: Position) -> StepBatch:
         """This rank's next batch, or a blank one if its data cannot be read.
 
-        The blank one keeps the ranks in step until all of them learn of the error, from the sums of a step.
-
-        Raises:
-            DataError: the data cannot be read, and there are no other ranks.
+        The blank one keeps the ranks in step until all of them learn of the error, from the sums of a step. Raises
+        DataError if the data cannot be read, and there are no other ranks.
         """
         batch = None
         if self._error is None:

@@ -116,10 +116,8 @@ class Checkpointing(Observer):
     def save(self, state: TrainState, *, final: bool = False, must_succeed: bool = False) -> float:
         """Start a background save, or save synchronously: the final save, and retries after a failure.
 
-        Returns the seconds for which training waited.
-
-        Raises:
-            StorageError: on every rank, after too many failures in a row.
+        Returns the seconds for which training waited. Raises StorageError on every rank after too many failures in a
+        row.
         """
         start = time.perf_counter()
         waited = self.finish()
@@ -157,11 +155,8 @@ class Checkpointing(Observer):
                 return
 
     def finish(self) -> float:
-        """Wait for the save in flight, if any, and handle its outcome; returns the seconds that this took.
-
-        Raises:
-            StorageError: on every rank, after too many failures in a row.
-        """
+        """Wait for the save in flight, if any, and handle its outcome; returns the seconds that this took. Raises
+        StorageError on every rank after too many failures in a row."""
         pending, self._pending = self._pending, None
         if pending is None:
             return 0.0

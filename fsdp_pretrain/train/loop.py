@@ -54,11 +54,8 @@ class Loop:
         return self.trainer.state.step
 
     def run(self) -> Exit:
-        """Train to the end of the schedule, or until asked to stop; returns the reason to exit with.
-
-        Raises:
-            UserError: training cannot continue; the same on every rank if it concerns all.
-        """
+        """Train to the end of the schedule, or until asked to stop; returns the reason to exit with. Raises UserError
+        if training cannot continue; the same on every rank if it concerns all."""
         try:
             with collection_at_steps():
                 return self._run()

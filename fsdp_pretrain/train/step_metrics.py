@@ -55,8 +55,7 @@ class StepCounts:
     def sum_over(self, world: World, checksums: Tensor | None = None) -> Tensor:
         """The counts of all ranks, packed: int64 on the device, without waiting for it. One collective.
 
-        Args:
-            checksums: int64 [ranks] from `replica_check.checksums`, summed in the same collective.
+        `checksums`: int64 [ranks] from `replica_check.checksums`, summed in the same collective.
         """
         counts = torch.tensor([getattr(self, name) for name in _COUNTS], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -113,8 +112,7 @@ class StepSums:
     def sum_over(self, world: World, norm: Tensor) -> None:
         """Sum over the ranks, in place, and count non-finite ranks; without waiting. One collective.
 
-        Args:
-            norm: norm of this rank's parts of the gradients, fp32 0-dim.
+        `norm`: norm of this rank's parts of the gradients, fp32 0-dim.
         """
         self.bad_losses.copy_(~self.packed.isfinite().all())
         self.bad_ranks.copy_(self.bad_losses * world.rank)

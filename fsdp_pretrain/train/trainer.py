@@ -129,10 +129,8 @@ class Trainer:
 
     def read(self, *, keep: int) -> Iterator[tuple[StepCounts, StepRecord]]:
         """Wait for issued steps, oldest first, until only `keep` are in flight; yields counts and record of each.
-
-        Raises:
-            DataError: a rank could not read its data, or too many documents failed the packer's checks, on every rank.
-        """
+        Raises DataError, on every rank, if a rank could not read its data or too many documents failed the packer's
+        checks."""
         while len(self._ledger) > keep:
             issued = self._ledger.settle()
             counts = StepCounts.read(issued.counts)

@@ -19,11 +19,7 @@ _SILENT = 30.0
 
 
 class CorpusStorageDetector(Detector):
-    """Alarm `corpus-storage/HOST`.
-
-    Args:
-        path: status file of this node's fetcher, in local memory.
-    """
+    """Alarm `corpus-storage/HOST`. `path`: status file of this node's fetcher, in local memory."""
 
     def __init__(self, alarms: AlarmSink, path: Path, host: str) -> None:
         super().__init__(alarms)

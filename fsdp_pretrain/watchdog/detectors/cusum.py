@@ -65,8 +65,7 @@ class PaceCusum:
     def add(self, step: int, seconds: float, phase: Hashable = None) -> PaceChange | None:
         """Add a clean step.
 
-        Args:
-            phase: identifies the planned cost of a step (batch, sequence length). A change restarts the baseline.
+        `phase`: identifies the planned cost of a step (batch, sequence length). A change restarts the baseline.
         """
         if phase != self._phase or not self._size:
             self._phase, self._steps, self._learned = phase, [], []

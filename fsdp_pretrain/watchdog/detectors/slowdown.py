@@ -182,8 +182,7 @@ class StragglerDetector(Detector):
     latter noise is available; it is estimated from changes, so that a rank that stays slow does not hide itself. A
     reported straggler stays one until it is at most `_STRAGGLER` above the median, even if the noise grows.
 
-    Args:
-        windows: returns the last window of every rank.
+    `windows`: returns the last window of every rank.
     """
 
     def __init__(self, alarms: AlarmSink, windows: Callable[[], Windows]) -> None:

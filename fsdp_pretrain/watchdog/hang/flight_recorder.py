@@ -32,9 +32,8 @@ def enable(pages: Path, end_after: float | None) -> None:
 
     Call it before the process group is made. Without NCCL it has no effect.
 
-    Args:
-        end_after: seconds after which the agent ends a hung rank at the latest; NCCL's monitor of its own threads,
-            which ends a rank too, is later. None: the agent ends none.
+    `end_after`: seconds after which the agent ends a hung rank at the latest; NCCL's monitor of its own threads, which
+    ends a rank too, is later. None: the agent ends none.
     """
     prefix = str(pages / _PREFIX)
     variables = {

@@ -44,8 +44,7 @@ _RESTARTS = 10
 class PageHeartbeat(Heartbeat):
     """The heartbeat of a watched rank, written into its page.
 
-    Args:
-        reading: the files that are being read, by identity of the reading thread, the longest read first.
+    `reading`: the files that are being read, by identity of the reading thread, the longest read first.
     """
 
     def __init__(self, config: Config, ranks: RankInfo, reading: Mapping[int, Location]) -> None:

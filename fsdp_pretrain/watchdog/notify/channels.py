@@ -59,11 +59,8 @@ class Channel:
 
 
 def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
-    """The configured channels, with the secrets of the environment.
-
-    Raises:
-        ConfigError: lists every secret that is missing, and a missing program.
-    """
+    """The configured channels, with the secrets of the environment. Raises a ConfigError that lists every secret that
+    is missing, and a missing program."""
     channels: list[Channel] = []
     problems: list[str] = []
     for name, value in section:

@@ -28,11 +28,8 @@ _PING_SECONDS = 60.0
 
 
 class Notifier:
-    """Notifies people of the alarms of a run. Only the watchdog of node 0 has one.
-
-    Raises:
-        ConfigError: a channel cannot work: a variable that is not set, a missing program.
-    """
+    """Notifies people of the alarms of a run. Only the watchdog of node 0 has one. Raises ConfigError if a channel
+    cannot work: a variable that is not set, a missing program."""
 
     def __init__(
         self, section: NotifySection, run: RunDir, sender: MessageSender, environment: Mapping[str, str] = os.environ
