@@ -43,6 +43,23 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**environment, **extra}
 
 
+def ended(
+    line: Sequence[object], code: int, out: str, err: str, expect: int | None
+) -> subprocess.CompletedProcess[str]:
+    """The result of a command, which must have ended with `expect` unless that is None."""
+    assert expect in (None, code), f"exit {code}, not {expect}: {line}\n{out}\n{err}"
+    return subprocess.CompletedProcess([str(part) for part in line], code, out, err)
+
+
+def python(
+    *arguments: object, expect: int | None = 0, cwd: Path = Path("/"), timeout: float | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a fresh Python to its end and capture its output; it must end with `expect` unless that is None."""
+    line, environment = [sys.executable, *map(str, arguments)], clean_environment(**extra)
+    done = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return ended(line, done.returncode, done.stdout, done.stderr, expect)
+
+
 SET_CONSTANTS = f"import runpy; runpy.run_path({str(ROOT / 'tests/constants/sitecustomize.py')!r})\n"
 """First line of another `sitecustomize`, which hides that of `constants/`."""
 
@@ -241,9 +258,7 @@ class Zygotes:
             code = process.wait(timeout)
         finally:
             process.signal(signal.SIGKILL)
-        done = subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
-        assert expect in (None, code), f"exit {code}, not {expect}: {done.args}\n{done.stdout}\n{done.stderr}"
-        return done
+        return ended([module, *arguments], code, *process.output(), expect)
 
     def close(self) -> None:
         for zygote in self._zygotes.values():

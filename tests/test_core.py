@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import as_rank, free_port
+from processes import as_rank, free_port, python
 
 from fsdp_pretrain.checkpoint.store import Store
 
@@ -20,11 +18,7 @@ SCRIPT = Path(__file__).with_name("core_alone.py")
 def test_the_core_trains_without_services_and_its_numbers_are_those_of_the_job(lab: Any, helpers: Any) -> None:
     job, alone = lab.config("job"), lab.config("alone")
     lab.train(job)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, alone], env=as_rank(0, 1, 1, free_port()), cwd="/", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(python(SCRIPT, alone, **as_rank(0, 1, 1, free_port())).stdout.splitlines()[-1])
     assert said["services"] == []
     assert said["losses"] == [[loss, norm] for _, loss, norm in helpers.losses(lab.path / "job")]
     digests = [

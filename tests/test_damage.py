@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from damage import write
+from processes import python
 from sight import until
 from test_block_cache import build, url
 
@@ -26,11 +25,9 @@ pytest.importorskip("fsspec")
     ("cases", "seed"), [(18, 32), pytest.param(70, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 @pytest.mark.promise("prepared-bits")
-def test_no_damage_makes_another_batch(cases: int, seed: int, helpers: Any) -> None:
+def test_no_damage_makes_another_batch(cases: int, seed: int) -> None:
     """In caches and in files, live and between starts."""
-    line = [sys.executable, str(Path(__file__).with_name("damage.py")), "--cases", str(cases), "--seed", str(seed)]
-    done = subprocess.run(line, capture_output=True, text=True, env=helpers.environment())
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(Path(__file__).with_name("damage.py"), "--cases", cases, "--seed", seed)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["cases"], found["wrong"], found["problems"]) == (cases, 0, 0)
     assert found["told"] > 0.8 * cases  # the others were damaged where nothing was read any more

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from laboratory import moved
-from processes import CLI, ROOT, Run, clean_environment
+from processes import CLI, ROOT, Run, python
 
 from fsdp_pretrain import extensions
 from fsdp_pretrain.checkpoint.code_identity import other_code
@@ -187,7 +185,7 @@ WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
     ],
     ids=lambda model: model["family"],
 )
-def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, Any], run_command: Run) -> None:
+def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, Any]) -> None:
     """Other kernels of the processor and more threads give the same code; another computation does not."""
     config = load(lab.config(model=model))
     here = code_identity(config)
@@ -201,10 +199,7 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, A
         {"OMP_NUM_THREADS": "2"},
         {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     ):
-        done = subprocess.run(
-            [sys.executable, str(script), str(lab.path / "run.toml")],
-            capture_output=True, text=True, env=clean_environment(**variables), check=True,
-        )  # fmt: skip
+        done = python(script, lab.path / "run.toml", **variables)
         there = {key: type(here[key])(**value) for key, value in json.loads(done.stdout).items()}
         assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None
     damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
@@ -461,11 +456,7 @@ def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab
     folder = tmp_path / "mylab"
     assert "mylab:llama" in run_command(CLI, "init", folder, "--extension", "mylab", expect=0).stdout
     assert sorted(path.name for path in folder.rglob("*.py")) == ["__init__.py", "model.py", "test_mylab.py"]
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        capture_output=True, text=True, env=clean_environment(**found_in(folder)), cwd=tmp_path,
-    )  # fmt: skip
-    assert tested.returncode == 0, tested.stdout
+    python("-m", "pytest", "-q", "-p", "no:cacheprovider", folder, cwd=tmp_path, **found_in(folder))
     config = lab.config(code={"packages": ["mylab"]}, model={"family": "mylab:llama"}, train={"duration": "6 steps"})
     lab.train(config, variables=found_in(folder))
     for arguments, message in ((["mylab"], "these files exist"), (["my-lab"], "not a name of a Python package")):
@@ -555,7 +546,4 @@ def test_reading_a_configuration_imports_no_code_of_parts(packages: Path, lab: A
         "import sys\nfrom fsdp_pretrain.config.config import load\n"
         f"print(load({str(config)!r}).model.gain, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(**found_in(packages))
-    )
-    assert done.stdout.split() == ["0.7", "False"], done.stderr
+    assert python("-c", program, **found_in(packages)).stdout.split() == ["0.7", "False"]

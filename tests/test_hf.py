@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import Run
+from processes import Run, python
 from records import flip
 from safetensors.torch import load_file
 from torch import Tensor
@@ -385,7 +383,7 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> None:
+def test_memory_is_that_of_a_file_not_of_the_model(lab: Any) -> None:
     """400 MB of weights are imported and exported in files of 40 MB; own memory (not the pages of mapped files) grows
     by a few times that."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
@@ -408,8 +406,6 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
         f"hf.export_checkpoint(run, 0, Path({str(lab.path / 'out')!r}), dtype='fp32', shard_bytes=40 * 10**6)\n"
         "print(json.dumps([*marks, peak()]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=helpers.environment())
-    assert done.returncode == 0, done.stderr
-    start, imported, exported = json.loads(done.stdout)
+    start, imported, exported = json.loads(python("-c", code).stdout)
     assert sum(path.stat().st_size for path in (lab.path / "out").glob("*.safetensors")) > 400e6
     assert imported - start < 150 and exported - start < 150, (start, imported, exported)

@@ -8,7 +8,6 @@ import graphlib
 import importlib.metadata
 import itertools
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from processes import python
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,7 +178,7 @@ def test_the_versions_of_the_release_are_within_the_declared_ranges() -> None:
 
 
 @pytest.mark.promise("no-torch")
-def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
+def test_torch_free_modules_do_not_import_torch() -> None:
     heavy = {"torch", "lm_eval", "aim", "tensorboard", "wandb"}
     free = {
         name
@@ -187,20 +187,14 @@ def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
     } - NEED_TORCH
     used = sorted((free | TORCH_FREE_TOO).union(*(imports(name) for name in HANDLERS)))
     code = f"import sys\nfor m in {used!r}: __import__(m)\nassert not {heavy!r} & set(sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd="/", env=helpers.environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
-def test_modules_called_data_and_eval_are_left_to_the_user(tmp_path: Path, helpers: Any) -> None:
+def test_modules_called_data_and_eval_are_left_to_the_user(tmp_path: Path) -> None:
     for name in ("data", "eval"):
         (tmp_path / f"{name}.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", "import data, eval, fsdp_pretrain.data.cli, fsdp_pretrain.eval.jobs; print(data.__file__)"],
-        env=helpers.environment(), cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "data.py")), done.stderr
+    code = "import data, eval, fsdp_pretrain.data.cli, fsdp_pretrain.eval.jobs; print(data.__file__)"
+    assert python("-c", code, cwd=tmp_path).stdout.strip() == str(tmp_path / "data.py")
 
 
 def test_files_fit_a_head() -> None:
@@ -226,10 +220,8 @@ def test_what_a_name_does_not_say_a_docstring_does() -> None:
     [["fsdp_pretrain.data.cli", "inspect", "--help"], ["fsdp_pretrain.cli", "status", "/nowhere"]],
     ids=" ".join,
 )
-def test_forked_commands_are_those_of_a_user(arguments: list[str], run_command: Any, helpers: Any) -> None:
+def test_forked_commands_are_those_of_a_user(arguments: list[str], run_command: Any) -> None:
     """What `run_command` gives is what a fresh Python gives."""
-    real = subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, cwd="/", env=helpers.environment()
-    )
+    real = python("-m", *arguments, expect=None)
     forked = run_command(*arguments)
     assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)

@@ -200,7 +200,7 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
     ],
 )  # fmt: skip
 def test_anything_but_what_was_declared_is_refused(
-    tmp_path: Path, run_command: Run, tokenizer: Tokenizer, plant: Any, declared: str, format: str, said: list[str]
+    tmp_path: Path, tokenizer: Tokenizer, plant: Any, declared: str, format: str, said: list[str]
 ) -> None:
     docs = [[*doc, 9, 9] for doc in documents()]
     store(tmp_path / "in", "s", plant(docs), format)
@@ -336,7 +336,7 @@ def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 5, 64, 10**6])
 @pytest.mark.parametrize("format", ["megatron", "batches", "rows", "npy"])
 def test_runs_are_whole_documents_of_about_the_size_asked(
-    tmp_path: Path, tokenizer: Tokenizer, helpers: Any, format: str, size: int
+    tmp_path: Path, tokenizer: Tokenizer, format: str, size: int
 ) -> None:
     docs = carry(documents(), "trailing")
     store(tmp_path, "s", docs, format)

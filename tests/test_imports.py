@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from processes import python
 from released import unpack
 
 SLOW = set(
@@ -36,14 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "psutil", "numpy", "rich"}),
     ],
 )
-def test_a_verb_imports_what_it_needs(run: Path, helpers: Any, command: str, needed: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", *command.replace("RUN", str(run)).split()],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env=helpers.environment(),
-    )
+def test_a_verb_imports_what_it_needs(run: Path, command: str, needed: set[str]) -> None:
+    done = python("-X", "importtime", "-m", *command.replace("RUN", str(run)).split(), expect=None)
     assert done.stdout and "Traceback" not in done.stderr, done.stderr
     names = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
     assert {name.partition(".")[0] for name in names} & SLOW == needed

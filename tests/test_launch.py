@@ -412,7 +412,7 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any
 
 
 @pytest.mark.shows("A9", "F38")
-def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) -> None:
+def test_preflight(lab: Any, run_command: Any, small_disk: Any) -> None:
     """A directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
     disk = small_disk("2m")
     run = disk / "run"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import ROOT, python
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -144,15 +143,10 @@ def test_a_resume_reads_each_file_once_in_all(
     assert len(readers) == ranks  # evenly spread
 
 
-def test_hundreds_of_ranks_write_and_read_a_7b_checkpoint_once_and_evenly(
-    helpers: Any,
-) -> None:
+def test_hundreds_of_ranks_write_and_read_a_7b_checkpoint_once_and_evenly() -> None:
     replicas, shards = 16, 8
-    script, config = Path(__file__).with_name("simulate_ranks.py"), helpers.root / "configs/models/llama-7b.toml"
-    line = [sys.executable, script, config, str(replicas), str(shards)]
-    done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    script, config = ROOT / "tests/simulate_ranks.py", ROOT / "configs/models/llama-7b.toml"
+    found = json.loads(python(script, config, replicas, shards).stdout)
     ranks, size = replicas * shards, found["checkpoint_bytes"]
     assert found["ranks"] == ranks and 12 * 6.7e9 < size < 12 * 6.8e9  # fp32 parameters and two moments
     assert found["read_in_all"] == size

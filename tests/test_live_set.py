@@ -129,7 +129,7 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, he
 
 
 @pytest.mark.promise("replay")
-def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run_command: Any) -> None:
+def test_steps_are_replayed_with_the_values_they_had(lab: Any, run_command: Any) -> None:
     """Before something was set, and across the border of two starts, of which the second was set something else, and
     has what the first was set in its file too, in another unit."""
     saves = {"every": "8 steps", "keep_last": 9}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from processes import ROOT
+from processes import ROOT, python
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_pretrain import models
@@ -106,11 +104,7 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], over
     overrides = ["parallel.shard=2", "train.micro_batch=4", *overrides]
     config = configuration(lab, model, *overrides)
     arguments = [2, helpers.port(), lab.path / "toy.toml", *overrides]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/weigh.py", *map(str, arguments)],
-        capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "tests/weigh.py", *arguments, timeout=300)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 2
     parts = memory.estimate(config, shards=2, micro_batches=1, device=CPU)

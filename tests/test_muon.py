@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from count_collectives import collectives
+from processes import python
 from pydantic import ValidationError
 
 from fsdp_pretrain import models
@@ -57,15 +56,10 @@ def test_the_iteration(shape: tuple[int, int]) -> None:
     [(1, 1), (1, 2), (2, 2), *(pytest.param(wide, marks=pytest.mark.slow) for wide in [(2, 4), (4, 2)])],
     ids=str,
 )
-def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path, helpers: Any) -> None:
+def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path) -> None:
     """Matrices of blocks as in NumPy; everything else as AdamW on one process; replicas alike to the bit."""
     path, out = lab.config(model=SMALL), tmp_path / "parameters.pt"
-    script = str(Path(muon_ranks.__file__))
-    done = subprocess.run(
-        [sys.executable, script, *map(str, mesh), str(path), str(out)],
-        capture_output=True, text=True, env={**helpers.environment(), "OMP_NUM_THREADS": "1"}, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python(muon_ranks.__file__, *mesh, path, out, timeout=100)
     found, config = torch.load(out), load(path)
     model = fsdp.materialise(models.build(config.model), config.run.seed, torch.device("cpu"))
     initial = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def test_a_limit_is_raised_as_far_as_the_host_allows(
     assert done.stdout.strip() == expected
 
 
-def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any, helpers: Any, tmp_path: Path) -> None:
+def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any, helpers: Any) -> None:
     """By a rank before it connects to others."""
     rank = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
     line = [sys.executable, "-m", "fsdp_pretrain.train", str(lab.config())]

@@ -155,7 +155,7 @@ def test_a_run_that_still_loads_is_asked(
     assert helpers.journal(run, "checkpoint")[0]["step"] == answer["step"]
 
 
-def test_a_pause_that_was_killed_is_over(lab: Any, run_command: Any, helpers: Any, live: Any) -> None:
+def test_a_pause_that_was_killed_is_over(lab: Any, run_command: Any, live: Any) -> None:
     """In `status`, `watch` and the report, at once."""
     run = live(1)
     job = run.start()

@@ -472,7 +472,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
 
 @pytest.mark.promise("one-separator")
 def test_documents_that_would_encode_to_control_tokens_are_quarantined(
-    tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
+    tmp_path: Path, shared_corpus: Path, helpers: Any
 ) -> None:
     """If text can spell a tokenizer's second special, such documents are left out; too many are an error."""
     from fsdp_pretrain.data.prepare.jobs import Job

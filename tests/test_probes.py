@@ -163,7 +163,6 @@ RATE = 0.01
 )
 def test_verdicts(
     subject: Subject,
-    tmp_path: Path,
     stage: str,
     second: float,
     end: float,

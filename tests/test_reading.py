@@ -8,8 +8,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import random_corpus
+from processes import python
 from sight import until
 
 from fsdp_pretrain.config.schedule import BatchSchedule
@@ -177,7 +176,7 @@ print(json.dumps({"shards": len(seen), "descriptors": len(os.listdir("/proc/self
 """
 
 
-def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
+def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus: Path) -> None:
     shards, path = 2000, tmp_path / "many"
     (path / "shards").mkdir(parents=True)
     with ShardWriter(path / "shards/first", np.dtype("<u2")) as writer:
@@ -189,12 +188,8 @@ def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus:
             os.link(path / f"shards/first{suffix}", path / f"shards/shard-{number}{suffix}")
         entries.append({**entry, "name": f"shard-{number}"})
     write_corpus(path, Tokenizer.load(shared_corpus / "tokenizer"), entries, np.dtype("<u2"), {})
-    done = subprocess.run(
-        [sys.executable, "-c", MANY, str(path)], capture_output=True, text=True, env=helpers.environment(), cwd="/"
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["shards"] == shards
-    assert json.loads(done.stdout)["descriptors"] < 150
+    found = json.loads(python("-c", MANY, path).stdout)
+    assert found["shards"] == shards and found["descriptors"] < 150
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256  # the limit was the child's
 
 

@@ -61,9 +61,7 @@ def copy(trained: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.quick
-def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
-    trained_config: Path, shared_corpus: Path
-) -> None:
+def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(trained_config: Path) -> None:
     sections = {key for key in schema_keys() if "." not in key}
     assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {FREE, DECLARED, FORBIDDEN}
     assert set(CLASSES) <= set(schema_keys())

@@ -112,7 +112,7 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> Non
 
 
 @pytest.mark.shows("D13")
-def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -> None:
+def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any) -> None:
     """Bytes and manifest agree, the digest of the state does not, as with damaged memory."""
     config = lab.config()
     lab.train(config, "train.duration=10 steps", "optimizer.decay=20 steps")

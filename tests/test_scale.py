@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+from processes import python
 from simulated import simulated_corpus
 
 SIZES = """
@@ -28,12 +26,9 @@ print(json.dumps({"memory": memory() - before, "documents": manifest.documents, 
 """
 
 
-def test_a_large_corpus_takes_little_memory(tmp_path: Path, helpers: Any) -> None:
+def test_a_large_corpus_takes_little_memory(tmp_path: Path) -> None:
     """Less than 100 MB in each process."""
     tokens, shards = 4 * 10**9, 500
     simulated_corpus(tmp_path / "corpus", tokens, shards)
-    line = [sys.executable, "-c", SIZES, str(tmp_path / "corpus")]
-    done = subprocess.run(line, capture_output=True, text=True, env=helpers.environment(), cwd="/")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(python("-c", SIZES, tmp_path / "corpus").stdout)
     assert found["memory"] < 100e6 and found["shards"] == shards and found["documents"] > tokens / 1100

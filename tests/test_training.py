@@ -198,7 +198,7 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
 
 @pytest.mark.shows("A23", "D17")
 def test_stopping_saves_and_says_resume(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Any, gates: Any
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
     """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
     run = module_lab.path / "stopped"
@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
 
 @pytest.mark.shows("B4")
 @pytest.mark.promise("bitwise-resume")
-def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
+def test_dropout_resumes_bitwise(lab: Any, helpers: Any) -> None:
     """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them. Also
     of a seed so large that its product with the step has more than 64 bits."""
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}

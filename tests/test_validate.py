@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes import DATA, Run
+from processes import DATA, Run, python
 from test_import import store
 
 from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
@@ -218,7 +216,7 @@ def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpe
 
 
 @pytest.mark.promise("separators-measured")
-def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
+def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: Path) -> None:
     """With torch (and everything else that only the trainer needs) made unimportable."""
     blocker = "import sys\nfor m in ('torch','torchdata','lm_eval','aim','safetensors'): sys.modules[m] = None\n"
     for arguments in (
@@ -233,7 +231,4 @@ def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: P
         code = f"{blocker}from fsdp_pretrain.data.cli import main\nsys.argv = {argv!r}\nif __name__ == '__main__': sys.exit(main())"
         script = tmp_path / "script.py"
         script.write_text(code)
-        done = subprocess.run(
-            [sys.executable, script], cwd="/", env=helpers.environment(), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        python(script)
