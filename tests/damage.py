@@ -54,21 +54,15 @@ KINDS = ("flip", "zero the last page", "zero all", "truncate", "exchange", "leng
 
 @dataclass
 class Case:
-    """What one case did.
-
-    Attributes:
-        seen: whether the damage was told, as a warning or an error.
-        wrong: batches with another digest.
-        problem: empty if all is well.
-    """
+    """What one case did."""
 
     number: int
     place: str
     kind: str
     live: bool
-    wrong: int = 0
-    seen: bool = False
-    problem: str = ""
+    wrong: int = 0  # batches with another digest
+    seen: bool = False  # whether the damage was told, as a warning or an error
+    problem: str = ""  # empty if all is well
 
 
 class Reader:

@@ -70,11 +70,7 @@ SHAPES = [
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that live.
-
-    Attributes:
-        peak: the most so far; may be set.
-    """
+    """Counts the bytes of all storages that live. `peak` is the most so far; it may be set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,22 +29,14 @@ READS, REPORTS = frozenset((0, 78, 93)), frozenset((0, 1, 2, 78, 93))
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file.
+    """One kind of file."""
 
-    Attributes:
-        share: of all cases.
-        make: writes a valid input into an empty folder.
-        victims: patterns of the files to damage.
-        commands: module and arguments; each case runs one, in the folder.
-        codes: allowed exit codes.
-        lost: what a command that exited with 0 did not count, given the damaged folder; "" if nothing.
-    """
-
-    share: int
-    make: Callable[[Path], object]
-    victims: tuple[str, ...]
-    commands: tuple[str, ...]
-    codes: frozenset[int]
+    share: int  # of all cases
+    make: Callable[[Path], object]  # writes a valid input into an empty folder
+    victims: tuple[str, ...]  # patterns of the files to damage
+    commands: tuple[str, ...]  # module and arguments; each case runs one, in the folder
+    codes: frozenset[int]  # allowed exit codes
+    # what a command that exited with 0 did not count, given the damaged folder; "" if nothing
     lost: Callable[[Path], str] = lambda folder: ""
 
 

@@ -62,19 +62,12 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Kernels:
-    """The launches of a graph.
+    """The launches of a graph."""
 
-    Attributes:
-        products: matrix products.
-        attention: attention, forward or backward.
-        fused: Triton kernels that Inductor wrote.
-        further: what torch does beside them, by name.
-    """
-
-    products: int
-    attention: int
-    fused: int
-    further: tuple[str, ...]
+    products: int  # matrix products
+    attention: int  # attention, forward or backward
+    fused: int  # Triton kernels that Inductor wrote
+    further: tuple[str, ...]  # what torch does beside them, by name
 
     @classmethod
     def of(cls, code: str) -> Kernels:

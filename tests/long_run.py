@@ -26,18 +26,12 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class LongRun:
-    """What was written.
-
-    Attributes:
-        spikes: steps with a loss of 9, of which all but the last were rolled back.
-        starts: number of segments.
-        left: steps that were left behind.
-    """
+    """What was written."""
 
     run: RunDir
-    spikes: list[int] = field(default_factory=list)
-    starts: int = 0
-    left: int = 0
+    spikes: list[int] = field(default_factory=list)  # steps with a loss of 9; all but the last were rolled back
+    starts: int = 0  # number of segments
+    left: int = 0  # steps that were left behind
 
 
 class _Writer:

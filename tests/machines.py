@@ -60,17 +60,11 @@ class Removable:
 
 
 class Node(NamedTuple):
-    """One of two nodes that share a cable and this machine's files.
+    """One of two nodes that share a cable and this machine's files."""
 
-    Attributes:
-        prefix: what to put before a command to run it there.
-        options: for the launcher.
-        environment: for its ranks.
-    """
-
-    prefix: list[str]
-    options: list[str]
-    environment: dict[str, str]
+    prefix: list[str]  # what to put before a command to run it there
+    options: list[str]  # for the launcher
+    environment: dict[str, str]  # for its ranks
 
     @property
     def name(self) -> str:

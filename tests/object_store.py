@@ -53,50 +53,31 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "content-leng
 class Faults:
     """What is wrong with the storage. Shares are of requests, drawn by `seed`, object, range and how often it was asked
     for: the same in every run, whatever the order.
-
-    Attributes:
-        objects: a regular expression for the start of their names; requests for others are answered as usual.
-        failing: share answered with `status`: 503 SlowDown, 429 TooManyRequests or 500 InternalError.
-        cut: share of GET answers that end in the middle of their bytes.
-        corrupt: share of GET answers with one wrong byte.
-        spoiled: share of PUT requests of which one byte is stored wrong.
-        unanswered: share of PUT and DELETE requests that are carried out, and get no answer.
-        expired: every answer is 400 (as of S3) or 403 (as of others), ExpiredToken.
-        hang: no answer, until this is changed.
-        refuse: nobody listens; open connections are closed.
     """
 
-    objects: str = ""
-    failing: float = 0.0
+    objects: str = ""  # a regular expression for the start of their names; requests for others are answered as usual
+    failing: float = 0.0  # share answered with `status`: 503 SlowDown, 429 TooManyRequests or 500 InternalError
     status: int = 503
-    cut: float = 0.0
-    corrupt: float = 0.0
-    spoiled: float = 0.0
-    unanswered: float = 0.0
-    expired: int = 0
-    hang: bool = False
-    refuse: bool = False
+    cut: float = 0.0  # share of GET answers that end in the middle of their bytes
+    corrupt: float = 0.0  # share of GET answers with one wrong byte
+    spoiled: float = 0.0  # share of PUT requests of which one byte is stored wrong
+    unanswered: float = 0.0  # share of PUT and DELETE requests that are carried out, and get no answer
+    expired: int = 0  # every answer is 400 (as of S3) or 403 (as of others), ExpiredToken
+    hang: bool = False  # no answer, until this is changed
+    refuse: bool = False  # nobody listens; open connections are closed
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request and its answer.
-
-    Attributes:
-        name: of the object in the bucket; empty for the bucket itself (a listing).
-        sent: bytes of the answer's body that were sent.
-        fault: failing, cut, corrupt, spoiled, unanswered, expired or hang; empty for a true answer.
-        node: see `NODE`; empty if the client did not set it.
-        checksums: headers by which the client sent a checksum or asked for one.
-    """
+    """One request and its answer."""
 
     method: str
-    name: str
-    sent: int
-    fault: str
-    node: str
-    checksums: tuple[str, ...]
+    name: str  # of the object in the bucket; empty for the bucket itself (a listing)
+    sent: int  # bytes of the answer's body that were sent
+    fault: str  # failing, cut, corrupt, spoiled, unanswered, expired or hang; empty for a true answer
+    node: str  # see `NODE`; empty if the client did not set it
+    checksums: tuple[str, ...]  # headers by which the client sent a checksum or asked for one
 
 
 class ObjectStore:

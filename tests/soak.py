@@ -158,12 +158,7 @@ def null(folder: Path, minutes: float) -> list[str]:
 
 
 class Breaker:
-    """Breaks a run again and again.
-
-    Attributes:
-        job: the running launcher.
-        wrong: problems found.
-    """
+    """Breaks a run again and again. `job` is the running launcher, `wrong` the problems found."""
 
     def __init__(self, soak: Soak, endpoint: Endpoint, seed: int) -> None:
         self.soak, self.endpoint, self.random = soak, endpoint, seeded(seed)

@@ -91,19 +91,12 @@ def bench(request: pytest.FixtureRequest, trained: Any) -> Bench:
 
 @dataclass
 class Plant:
-    """One defect.
+    """One defect."""
 
-    Attributes:
-        make: adds the defect to the clean documents.
-        found: {finding: count}.
-        separators: what the corpus declares; anything but `none` is a directory without a manifest.
-        unit: what the rates are shares of.
-    """
-
-    make: Callable[[Docs, Bench], Docs]
-    found: dict[str, int]
-    separators: str = "none"
-    unit: str = "documents"
+    make: Callable[[Docs, Bench], Docs]  # adds the defect to the clean documents
+    found: dict[str, int]  # {finding: count}
+    separators: str = "none"  # what the corpus declares; anything but `none` is a directory without a manifest
+    unit: str = "documents"  # what the rates are shares of
     shards: int = 2
     tokenizer: bool = True
     dtype: str | None = None

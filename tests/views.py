@@ -25,11 +25,7 @@ Curves = dict[str, dict[int, float]]
 
 
 class Recorded:
-    """A run's record, written as the trainer does, at ten seconds a step.
-
-    Attributes:
-        expected: the curves of the kept line.
-    """
+    """A run's record, written as the trainer does, at ten seconds a step; `expected` are the curves of the kept line."""
 
     def __init__(self, path: Path, **record: Any) -> None:
         self.run, self.expected, self._details = RunDir(path), Curves(), record.get("details", False)
