@@ -297,8 +297,7 @@ def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     speed, parts = result["speed"], result["parts"]
     assert speed["mfu"] is None and speed["device"] == "cpu"
     assert speed["tokens_per_second"] == pytest.approx(256 / speed["seconds_per_step"])
-    assert speed["seconds_per_step"] == pytest.approx(parts["iteration"], rel=0.5)
     assert speed["days"] == pytest.approx(20 * speed["seconds_per_step"] / 86_400)  # the run has 20 steps
-    assert parts["forward_backward"] > 0 and result["memory"] > 1e7
+    assert 0 < parts["forward_backward"] <= parts["iteration"] and result["memory"] > 1e7
     assert not (lab.path / "run").exists()  # a benchmark leaves no files
     run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3", expect=78)
