@@ -167,7 +167,7 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     assert kind == "◆ alarm" and "(open)" not in text and text.endswith("over after 20s")
     facts = shown.facts()
     assert facts["step"].startswith("12_000") and facts["checkpoint"].startswith("step 12_000")
-    assert facts["time"].startswith(f"goodput {account.goodput:.1%}")
+    assert facts["goodput"].startswith(f"{account.goodput:.1%}")
     losses = [record.loss.mean for record in read_metrics(made.run)]
     assert (
         f"loss {np.mean(losses[:600]):.3f} at first, {np.mean(losses[-600:]):.3f} now (means of 600 steps)"

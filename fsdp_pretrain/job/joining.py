@@ -37,7 +37,7 @@ from fsdp_pretrain.run.overrides import Overrides
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.train import environment
-from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.units import counted, human_count, human_time
 
 from .run_context import RunContext
 
@@ -223,7 +223,7 @@ def record_start(recorder: Recorder, training: TrainingObjects, parameters: int)
     recorder.event(
         "start",
         f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
-        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"on {world.size} x {device} ({counted(world.replicas, 'replica')} x {counted(world.shards, 'shard')}), "
         f"{config.schedule.steps:_} steps of {config.train.global_batch}",
         parameters=parameters,
         checkpoint_bytes=checkpoint_bytes(training.model, config.optimizer) + sum(own),

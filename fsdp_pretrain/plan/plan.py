@@ -313,7 +313,7 @@ def _render_layout(layout: Layout) -> list[str]:
     of = f" of {human_bytes(layout.available)}" if layout.available is not None else ""
     return [
         f"  on {counted(layout.size, 'rank')}  micro-batches per step: {_range(layout.micro_batches_per_step)}; "
-        f"{layout.replicas} replicas x {layout.shards} shards",
+        f"{counted(layout.replicas, 'replica')} x {counted(layout.shards, 'shard')}",
         f"  memory      {human_bytes(layout.state_bytes)} per rank for parameters, gradients and optimiser; "
         f"{human_bytes(layout.memory.total)}{of} at the highest point of a step (tensors alone):",
         *(f"              {human_bytes(size):>9}  {part}" for part, size in parts if size >= 2**10),

@@ -235,10 +235,10 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def headline(report: GoodputReport) -> str:
-    """The account in one line."""
+    """The account in one line, after the word goodput."""
     interrupted = len(report.incidents)
     return (
-        f"goodput {report.goodput:.1%} of {human_time(report.wall_seconds)}, "
+        f"{report.goodput:.1%} of {human_time(report.wall_seconds)}, "
         f"{human_count(report.tokens_per_day)} tokens a day, {counted(interrupted, 'interruption')}"
     )
 

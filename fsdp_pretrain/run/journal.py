@@ -76,7 +76,7 @@ _INFO: dict[Kind, KindInfo] = {
     "checkpoint-missing": KindInfo("saves", "bad", Mark.LINE),
     "checkpoint-rejected": KindInfo("saves", "bad"),
     "checkpoint-room": KindInfo("saves", "bad"),
-    "eval": KindInfo("evaluations", "good", needed={"step": int, "scores": dict}),
+    "eval": KindInfo("evaluations", "good", Mark.STRIP, {"step": int, "scores": dict}),
     "eval-failed": KindInfo("evaluations", "bad"),
     "eval-refused": KindInfo("evaluations", "bad"),
     "eval-retry": KindInfo("evaluations"),

@@ -390,6 +390,6 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
     if report.goodput:
-        yield "time", report.goodput
+        yield "goodput", report.goodput
     if status.overrides:
-        yield "overrides", status.overrides
+        yield "settings", f"changed, {status.overrides}"

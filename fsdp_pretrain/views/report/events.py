@@ -43,7 +43,7 @@ class Event:
     @property
     def marked(self) -> bool:
         """Whether the table shows it at first."""
-        return (self.mark > Mark.TABLE and self.group != "saves") or self.severity > Severity.INFO
+        return (self.mark > Mark.TABLE and self.group not in ("saves", "evaluations")) or self.severity > Severity.INFO
 
 
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}

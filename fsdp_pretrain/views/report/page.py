@@ -27,7 +27,7 @@ from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
 from fsdp_pretrain.run.goodput import MEANING, headline
 from fsdp_pretrain.run.journal import GROUPS
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.units import counted, human_count, human_time
 from fsdp_pretrain.views.gather import RunRecord, read
 from fsdp_pretrain.views.status import facts
 
@@ -93,7 +93,7 @@ def render(record: RunRecord, library: str, made: float) -> tuple[str, Summary]:
     events, left_out = read_events(record.entries, record.history.nodes, record.lines, account.incidents)
     drawing, script = Drawing(record, events), _asset("report.js")
     data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
-    rows, summary = [*facts(record.report), ("time", headline(account))], summarise(record)
+    rows, summary = [*facts(record.report), ("goodput", headline(account))], summarise(record)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template.filters |= {"time": _time, "step": _step, "span": human_time, "amount": human_count}
     page = template.from_string(_asset("page.html")).render(
@@ -132,7 +132,7 @@ def _machines(record: RunRecord) -> dict[str, str]:
     """Hardware and software of the newest start, as texts by name."""
     started = environment.view(record.run, record.report.status.of_run.segment or 0)
     world, git = started.world, started.git or {}
-    mesh = f" ({world.replicas} replicas x {world.shards} shards)" if world is not None else ""
+    mesh = f" ({counted(world.replicas, 'replica')} x {counted(world.shards, 'shard')})" if world is not None else ""
     changed = ", with changes" if git.get("changed") else ""
     shown = {
         "ranks": ", ".join(f"{ranks} on {host}" for host, ranks in started.hosts.items()) + mesh,

@@ -83,7 +83,7 @@ def _course(record: RunRecord) -> Iterator[str]:
     if newest := [(" ".join(name), scores[-1]) for name, scores in kept if scores]:
         yield ", ".join(f"{name} {score.value:.4g}{_error(score)}" for name, score in newest[:_MOST])
     if record.account is not None:
-        yield headline(record.account)
+        yield f"goodput {headline(record.account)}"
 
 
 def _error(score: ScorePoint) -> str:
