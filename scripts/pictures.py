@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the pictures of the README from a run: its report in Chromium, and `fsdp-pretrain watch`.
+"""Make the pictures of the README from a run, finished or not: its report in Chromium, and `fsdp-pretrain watch`.
 
     scripts/pictures.py runs/quickstart/run docs/pictures
 

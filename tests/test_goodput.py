@@ -376,7 +376,7 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert sum(states[name] for name in ("steps", "data", "saves")) == pytest.approx(kept, abs=0.01)
     (changed,) = helpers.journal(run, "changed")
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
-    assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout
+    assert f"{found['goodput']:.1%} of" in run_command("fsdp_pretrain.cli", "status", run).stdout
 
 
 def test_the_energy_of_all_ranks_is_recorded(lab: Any, helpers: Any) -> None:

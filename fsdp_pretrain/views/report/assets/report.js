@@ -65,7 +65,7 @@
       xaxis: { ...line, ...x, range: [...range], uirevision: clock }, yaxis: { ...line, ...figure.axis },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       height: figure.height, uirevision: "kept", // what a person chose stays
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: false },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 78, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: false },
       font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, modebar: { bgcolor: "rgba(0,0,0,0)", color: line.color, activecolor: css("--c0") },
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
     };
