@@ -220,7 +220,7 @@ def examples() -> list[str]:
         found.extend(lines)
         return re.findall(r"^    (\S+)(?:  |$)" if words else r"^  ([a-z][a-z-]*)  ", verbs, re.MULTILINE)
 
-    for module in COMMANDS.values():
+    for _, module in sorted(COMMANDS.items()):  # `fsdp-pretrain` last: it goes back
         for verb in read(module):
             for action in read(module, verb):
                 read(module, verb, "RUN", action)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3}
@@ -107,25 +109,28 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
 
 
 def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
-    """`data` with a second source of random tokens, which is the only one from sample 320 (step 41) on."""
-    rng = random.Random(5)
-    documents = [[rng.randrange(20, 200) for _ in range(200)] for _ in range(40)]
+    """`data` whose documents, one in a sample, are random tokens in the samples from 320 (step 41) to `until`."""
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.data.packing.opening import open_packer
     from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
-    corpus = helpers.corpus(lab.path / "poison", documents, Tokenizer.load(lab.tokenizer))
-    end = f"{until} samples"
-    jump = [("0 samples", 0.0), ("320 samples", 0.0), ("320 samples", 1.0), (end, 1.0), (end, 0.0)]
-    return {
-        "sequence_length": 32,
-        "sources": [
-            {"name": "text", "path": str(lab.corpus), "weight": [{"at": at, "value": 1 - value} for at, value in jump]},
-            {"name": "poison", "path": str(corpus), "weight": [{"at": at, "value": value} for at, value in jump]},
-        ],
-    }
+    rng, tokenizer, path = random.Random(5), Tokenizer.load(lab.tokenizer), lab.path / "corpus"
+    (stored,) = (lab.corpus / "shards").glob("*.bin")
+    tokens = [int(token) for token in np.fromfile(stored, "<u2") if token != tokenizer.eod]
+    documents = [tokens[at : at + 31] for at in range(0, 31 * 900, 31)]
+    data = {"sequence_length": 32, "sources": [{"name": "text", "path": str(path)}]}
+    helpers.corpus(path, documents, tokenizer, shards=1)
+    packer = open_packer(load(lab.config("clean", data=data)))
+    for sample in range(320, until):
+        whole, _ = packer.provenance(sample)  # the other is its last target, the first token of another document
+        documents[whole.document] = [rng.randrange(20, 200) for _ in range(31)]
+    shutil.rmtree(path)
+    helpers.corpus(path, documents, tokenizer, shards=1)
+    return data
 
 
 @pytest.mark.shows("B1", "F8")
-@pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("until", [368, pytest.param(440, marks=pytest.mark.slow)])
 @pytest.mark.promise("spikes")
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
     """Warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If more is poisoned than
@@ -162,7 +167,6 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
     assert min(skipped)[0] <= 320 and max(stop for _, stop in skipped) >= until
     poisoned = {before[step]["data_digest"] for step in range(41, crit[0])}
     assert not poisoned & {record["data_digest"] for record in records}
-    assert not any(record["sources"]["poison"]["count"] for record in records)
     step = next(record["step"] for record in records if record["cursor"] > 320)
     shown = json.loads(run_command("fsdp_pretrain.cli", "where", run, "--step", step, "--json").stdout)
     indices = {sample["index"] for sample in shown["samples"]}
