@@ -84,8 +84,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     assert alarm["facts"]["verdict"] == "stopped"
     assert f"rank 1 (node-1, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
     assert {rank["host"] for rank in alarm["facts"]["ranks"]} == {"node-0", "node-1"}
-    # One node is earlier, and the other loses the connection, at which gloo may crash while its process ends.
-    assert set(job.wait()) <= {1, -signal.SIGKILL, -signal.SIGSEGV}
+    assert set(job.wait()) <= {1, -signal.SIGKILL}  # one node is earlier, and the other loses the connection
     found = intent(run)
     assert (found["code"], found["suspects"], found["hosts"]) == (75, [1], ["node-1"])
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
