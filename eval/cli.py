@@ -18,6 +18,7 @@ from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.run.files import RunDir, make_directory, now, replace_file
+from fsdp_pretrain.units import counted
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.config import Config
@@ -156,9 +157,13 @@ def _watch(args: argparse.Namespace) -> int:
             f"{pausing} paused after a failure" if pausing else "",
             f"{given_up} given up (see fsdp-eval retry)" if given_up else "",
         ]
-        before, state = state, ", ".join(filter(None, waits)) or "nothing else is due"
+        before, state = state, ", ".join(filter(None, waits)) or "nothing is due now"
         if evaluated or failed or state != before:
-            print(f"{now()} evaluated {evaluated}, failed {failed}; {state}", flush=True)
+            did = [
+                f"evaluated {counted(evaluated, 'checkpoint')}" if evaluated else "",
+                f"{failed} failed" if failed else "",
+            ]
+            print(now()[11:19], "; ".join(filter(None, [*did, state])), flush=True)
         if args.once and not (args.wait and held + pausing) and not drop_dead_claims(run):
             return int(Exit.UNEXPECTED) if failed_in_all else 0
         shortest = min((job.pause for job in due if job.pause), default=_ASK_SECONDS)

@@ -127,9 +127,8 @@ def _announce(run: RunDir, folder: Path) -> None:
     for subject, text in results.alarms():
         add(run, "eval-verdict", f"{subject}: {text}", step=results.step)
     results.tell_alarms()
-    rows = results.scores.items()
-    pairs = ((task, name, value) for task, row in rows for name, value in row.items() if "stderr" not in name)
-    shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)
+    named = [(task, [pair for pair in row.items() if "stderr" not in pair[0]]) for task, row in results.scores.items()]
+    shown = ", ".join(f"{task} {pairs[0][0]} {pairs[0][1]:.4g}" for task, pairs in named if pairs)
     add(
         run,
         "eval",

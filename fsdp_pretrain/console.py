@@ -58,13 +58,24 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-Argument = Callable[[argparse.ArgumentParser], object]
-"""Adds an argument to a parser."""
+Argument = Callable[[Any], object]
+"""Adds an argument to a parser or to a group of its arguments."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
     """An argument of a verb; the same parameters as `add_argument`."""
     return lambda parser: parser.add_argument(*names, **options)
+
+
+def grouped(title: str, *arguments: Argument) -> Argument:
+    """Arguments under a heading of their own in the help."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group(title)
+        for add_to in arguments:
+            add_to(group)
+
+    return add
 
 
 JSON = argument("--json", action="store_true", help="print JSON")

@@ -123,6 +123,12 @@ class RunGoneError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
+class PeerLostError(UserError):
+    """The connection to another rank was lost in a collective; that rank, or what ended it, says why."""
+
+    exit = Exit.UNEXPECTED
+
+
 class NumericError(UserError):
     """Loss or gradients are not finite."""
 

@@ -125,7 +125,8 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(
     assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
     assert entries[0]["scores"]["heldout_bpb"]["bits_per_byte"] > 0
     assert not list(run.glob("evals/**/claim*"))
-    assert "evaluated 0" in run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait", expect=0).stdout
+    again = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait", expect=0).stdout
+    assert again.endswith(" nothing is due now\n") and "evaluated" not in again
     report = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
     assert report.count("heldout_bpb") == 3 and "step 10," in report
 

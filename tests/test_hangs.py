@@ -41,6 +41,51 @@ def watched(lab: Any) -> Callable[..., Path]:
     return make
 
 
+BUSY = """
+import sys, threading
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.ranks import RankInfo
+from fsdp_pretrain.watchdog.hang.rank_client import PageHeartbeat, folder
+def deep(depth):
+    return depth and deep(depth - 1)
+def work():
+    while True:
+        for depth in range(30):
+            deep(depth)
+        exec("def new(x): return x\\n[new(x) for x in range(5)]", {})
+config = load(sys.argv[1], [])
+PageHeartbeat(config, RankInfo(1, 2, 1, 2), {})
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print(folder(config.run.dir), flush=True)
+while True:
+    deep(20)
+"""
+"""A rank whose threads all run Python, as those do that run hooks in a backward pass."""
+
+
+def test_a_rank_survives_any_number_of_questions_for_its_stacks(lab: Any, helpers: Any) -> None:
+    """A signal handler in its place would read frames while they change, and crash about one rank in 200."""
+    line, environment = [sys.executable, "-c", BUSY, lab.config()], helpers.environment()
+    busy = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True)
+    assert busy.stdout is not None
+    (rank,) = RankMonitor(range(1, 2), Path(busy.stdout.readline().strip()), os.getpid()).all
+    rank.read_page()
+
+    def stack() -> Stack | None:
+        assert busy.poll() is None, f"the rank ended with {busy.returncode}"
+        return rank.dumps.latest()
+
+    try:
+        for _ in range(300):
+            rank.ask_stack()
+            assert rank.owes_stack
+            until(stack, every=0.002)
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 @pytest.mark.shows("A8", "A25", "F6")
 @pytest.mark.promise("hang-named")
 def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,6 +141,8 @@ def run(module: str) -> NoReturn:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    for registered in weakref.finalize._registry.values():
+        registered.atexit = False  # torch would take its libraries apart, for half a second
     gc.collect()
     gc.freeze()  # never touched again, so never copied
     print("ready", flush=True)

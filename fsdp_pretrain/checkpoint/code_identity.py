@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .manifest import PartIdentity
 
@@ -24,13 +24,15 @@ def other_code(stored: Mapping[str, PartIdentity], current: Mapping[str, PartIde
     )
 
 
-def new_sources(stored: Mapping[str, PartIdentity], current: Mapping[str, PartIdentity]) -> Iterator[str]:
-    """The parts whose source changed, and which compute what they computed."""
+def new_sources(stored: Mapping[str, PartIdentity], current: Mapping[str, PartIdentity]) -> dict[str, str]:
+    """The parts whose source changed, and which compute what they computed, each as `old -> new`."""
+    sources = {}
     for key, is_ in current.items():
         was = stored.get(key)
         if was is None or was.part != is_.part or was.source == is_.source or other_code(stored, current, key):
             continue
-        yield f"code of {key}: {was.source} -> {is_.source}, computes the same"
+        sources[key] = f"{was.source} -> {is_.source}"
+    return sources
 
 
 def same_numbers(ours: list[float], theirs: list[float]) -> bool:

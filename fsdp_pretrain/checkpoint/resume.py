@@ -61,6 +61,15 @@ class Resumed:
     observers: frozenset[str] = frozenset()  # extensions' observers whose tensors were restored
 
 
+@dataclass(frozen=True)
+class _Changes:
+    """Changes since the start that wrote a checkpoint, in words."""
+
+    settings: list[str]  # of the configuration and the mesh
+    code: dict[str, str]  # parts whose source changed and which compute the same: `old -> new`
+    declared: list[str]  # settings that were declared for this start
+
+
 class Resume:
     """Restores the state of a start, and records restored parts, rejected checkpoints and changes. Collective."""
 
@@ -121,7 +130,7 @@ class Resume:
     def _load(self, checkpoint: Checkpoint, rejected: list[str]) -> Resumed:
         world, content = self._world, self._world.decide(checkpoint.train_state)
         try:
-            changed, declared = world.decide(partial(self._judge, checkpoint, content))
+            changed = world.decide(partial(self._judge, checkpoint, content))
         except ConfigError:
             if wrong := verify(world, checkpoint):  # its configuration may be damaged, too
                 raise DamagedError(wrong[0]).on_all_ranks() from None
@@ -134,7 +143,7 @@ class Resume:
             world.decide(checkpoint.mark_verified)
         state, whole = TrainState.of(content), loaded.optimizer and not reset
         parts = [
-            f"from {checkpoint.path.name}, {state.consumed:_} samples consumed",
+            f"from {checkpoint.path.name}",
             *self._restored(state, whole, reset),
             self._mesh(content.world),
             *([] if reset or kept - observers.keys() else [f"state digest {loaded.state_digest} as saved"]),
@@ -148,8 +157,9 @@ class Resume:
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
         parts += [f"{lost.steps:_} steps ({human_count(lost.tokens)} tokens) after it are lost"] if lost.steps else []
-        parts += [f"changed: {'; '.join(changed)}"] if changed else []
-        parts += [f"declared: {'; '.join(declared)}"] if declared else []
+        parts += [f"changed: {'; '.join(changed.settings)}"] if changed.settings else []
+        parts += [f"new code of {', '.join(changed.code)} computes the same"] if changed.code else []
+        parts += [f"declared: {'; '.join(changed.declared)}"] if changed.declared else []
         self._recorder.event(
             "resume",
             "; ".join(parts),
@@ -160,8 +170,11 @@ class Resume:
             loss_scale=state.loss_scale,
             state_digest=loaded.state_digest,
             world={"from": content.world.model_dump(), "to": world.shape.model_dump()},
-            changed=changed,
-            declared=declared,
+            changed=[
+                *changed.settings,
+                *(f"code of {key}: {it}, computes the same" for key, it in changed.code.items()),
+            ],
+            declared=changed.declared,
             passed_over=rejected,
             lost={"steps": lost[0], "tokens": lost[1]},
         )
@@ -171,8 +184,8 @@ class Resume:
 
     # ------------------------------------------------------------------ checks
 
-    def _judge(self, checkpoint: Checkpoint, content: SavedState) -> tuple[list[str], list[str]]:
-        """Changes since the start that wrote the checkpoint; and those that were declared for this start.
+    def _judge(self, checkpoint: Checkpoint, content: SavedState) -> _Changes:
+        """The changes since the start that wrote a checkpoint.
 
         Raises ConfigError. Declarations are checked against the newest segment's configuration: declaring once is
         enough even if a start ends before its first checkpoint, and a rollback's or fork's changes are already in it.
@@ -194,10 +207,12 @@ class Resume:
             missing = undeclared(here, self._options.changes, content.consumed)
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
-        changed = [change.text for change in since]
-        changed += new_sources(content.identity.code, self._identity.code)
-        changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
-        return changed, [change.text for change in undeclared(here, (), content.consumed)]
+        return _Changes(
+            [change.text for change in since]
+            + differences(content.world.model_dump(), self._world.shape.model_dump(), "world"),
+            new_sources(content.identity.code, self._identity.code),
+            [change.text for change in undeclared(here, (), content.consumed)],
+        )
 
     def _same_ahead(self, newest: Config, content: SavedState) -> bool:
         """Whether there are steps ahead, and all have the values that they have in the newest configuration."""

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, argument, byte_count, positive, verb
+from fsdp_pretrain.console import JSON, argument, byte_count, grouped, positive, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import import_extra
 
@@ -32,29 +32,32 @@ def _share(text: str) -> float:
     argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)"),
     argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak"),
     argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB"),
-    argument(
-        "--seconds-per-step",
-        type=float,
-        metavar="SECONDS",
-        help="print TFLOP/s, MFU, HFU and the days of the run instead, if --world-size devices take this time for a "
-        "step of the full batch",
-    ),
-    argument(
-        "--mfu",
-        type=_share,
-        metavar="SHARE",
-        help="like --seconds-per-step, but from a measured MFU of a --device, such as 45%%",
-    ),
     argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
-    argument(
-        "--at",
-        metavar="PLACES",
-        help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'",
-    ),
-    argument("--ladder", type=positive, metavar="N", help="plan small runs of N sizes instead, which find the rate"),
-    argument("--out", type=Path, metavar="DIR", help="write the configurations of the --ladder there"),
-    argument("--ladder-fit", type=Path, nargs="+", metavar="RUN", help="propose rate and batch from the ladder's runs"),
     JSON,
+    grouped(
+        "instead, how long the run takes",
+        argument(
+            "--seconds-per-step",
+            type=float,
+            metavar="SECONDS",
+            help="TFLOP/s, MFU, HFU and days, if --world-size devices take this time for a step of the full batch",
+        ),
+        argument(
+            "--mfu", type=_share, metavar="SHARE", help="the same from a measured MFU of a --device, such as 45%%"
+        ),
+    ),
+    grouped(
+        "instead, the schedule",
+        argument(
+            "--at", metavar="PLACES", help="at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"
+        ),
+    ),
+    grouped(
+        "instead, small runs that find the learning rate (docs/models.md)",
+        argument("--ladder", type=positive, metavar="N", help="plan runs of N sizes"),
+        argument("--out", type=Path, metavar="DIR", help="write their configurations there"),
+        argument("--ladder-fit", type=Path, nargs="+", metavar="RUN", help="propose rate and batch from these runs"),
+    ),
 )
 def plan(args: argparse.Namespace) -> int:
     """What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is

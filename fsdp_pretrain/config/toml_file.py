@@ -31,7 +31,8 @@ def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) 
         own = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         includer = f", included by {chain[-1]}" if chain else ""
-        raise ConfigError(f"cannot read the configuration {path}{includer}: {error.strerror}") from None
+        remedy = "" if chain else "name a TOML file; `fsdp-pretrain init DIR` writes some to begin with"
+        raise ConfigError(f"cannot read the configuration {path}{includer}: {error.strerror}", remedy=remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     merged: dict[str, Any] = {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
+from traceback import extract_tb
 from typing import Any
 
-from fsdp_pretrain.errors import DeviceError, Exit, Interrupted, UserError
+from fsdp_pretrain.errors import DeviceError, Exit, Interrupted, PeerLostError, UserError
 from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
 from fsdp_pretrain.run import exit_intent, status
 from fsdp_pretrain.run.files import RunDir
@@ -16,6 +20,13 @@ from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import RollbackRequest
 
 from .run_context import RunContext
+
+_LOST = re.compile(
+    "Connection (?:reset|closed) by peer|Connection was likely closed|Broken pipe|"
+    "remote process exited or there was a network error"
+)
+"""What gloo, NCCL and the store say of a rank that is gone."""
+_COLLECTIVES = "distributed_c10d.py"
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
@@ -27,7 +38,8 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         recorder: closed at the end.
     """
     try:
-        return train()
+        with _naming_lost_peers(rank):
+            return train()
     except Interrupted as interruption:  # no intent: torchrun also sends SIGTERM when another rank has died
         recorder.ended(str(interruption), code=int(interruption.exit))
         recorder.status(force=True, **status.ended(int(interruption.exit), str(interruption)))
@@ -35,10 +47,10 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
     except BaseException as error:
         if isinstance(error, UserError):
             code, reason = int(error.exit), error.cause
-            text = f"exit {code}: {reason}"
+            text = reason if isinstance(error, PeerLostError) else f"exit {code}: {reason}"
         else:
             code, reason = int(Exit.UNEXPECTED), f"{type(error).__name__}: {error}"
-            text = f"unexpected {reason}"
+            text = f"unexpected {shorten(reason, 160)}"
         avoid = error.avoid_hosts if isinstance(error, DeviceError) else ()
         facts: dict[str, Any] = {"rank": rank} | ({"avoid_hosts": list(avoid)} if avoid else {})
         exit_intent.write(run_dir, segment, code, reason, **facts)
@@ -47,6 +59,20 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         raise
     finally:
         recorder.close()
+
+
+@contextmanager
+def _naming_lost_peers(rank: int) -> Iterator[None]:
+    """Raise PeerLostError for an error of a collective whose other ranks are gone; a traceback would not help."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = _LOST.search(str(error))
+        if lost is None:
+            raise
+        calls = [call.name for call in extract_tb(error.__traceback__) if call.filename.endswith(_COLLECTIVES)]
+        where = f" in {calls[-1]}" if calls else ""
+        raise PeerLostError(f"rank {rank} lost the connection to another rank{where}: {lost[0]}") from None
 
 
 def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
@@ -155,7 +156,7 @@ class LiveControl(Observer):
         was, is_ = (live_set.values_of(entry, config, batch.ahead(place, 1)) for config in (before, after))
         self._guard()
         lasting = self._persist(entry, after)
-        values = ", ".join(f"{key} {was[key]} -> {is_[key]}" for key in was)
+        values = ", ".join(f"{key} {_short(was[key])} -> {_short(is_[key])}" for key in was)
         text = f"set {', '.join(request.changes)} after step {at:_}; in step {at + 1:_}: {values}"
         facts = {"at": at, "consumed": place, "before": was, "after": is_, "entry": entry.model_dump(mode="json")}
         self._answer(request, here.step, text, did="set", **facts)
@@ -226,6 +227,10 @@ class LiveControl(Observer):
         if loop.saves.saved_step != loop.step:
             loop.checkpoint()
             loop.saves.finish()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _refuse_unseen(request: Request, entry: TimelineEntry, before: Config, place: int) -> None:

@@ -1,9 +1,9 @@
 """torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
 
 Three things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
-process of a job, and torchrun would kill the ranks while they save. And it prints torchrun's report of failed ranks
-only where it helps: not if the first failed rank ended with a code of `errors.Exit`, since that rank has printed the
-reason, and as one line during a stop, when ranks and nodes lose each other. And it does not log how every rank ends.
+process of a job, and torchrun would kill the ranks while they save. And in place of torchrun's report of failed ranks
+it prints one line on the first of them, unless that ended with a code of `errors.Exit`: it has printed the reason. And
+it does not log how every rank ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXPLAINED = {int(code) for code in Exit} - {int(Exit.UNEXPECTED)}
 
 
 def main() -> int:
-    """Run torchrun. Returns 1 for a failure that was explained; raises torchrun's errors otherwise."""
+    """Run torchrun. Returns 0, or 1 if a rank failed; raises torchrun's own errors."""
     die_with_parent(int(os.environ[LAUNCHER]))
     stop_signals: list[int] = []
     for number in STOP_SIGNALS:  # a handler, because the ranks would inherit SIG_IGN
@@ -37,11 +37,10 @@ def main() -> int:
         run.main()
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        if first.exitcode in _EXPLAINED:
-            return int(Exit.UNEXPECTED)
-        if not stop_signals:
-            raise
-        print(f"torchrun: rank {rank} ended with {first.exitcode} during the stop", file=sys.stderr, flush=True)
+        if first.exitcode not in _EXPLAINED:
+            how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with {first.exitcode}"
+            during = " during the stop" if stop_signals else ""
+            print(f"torchrun: rank {rank} (pid {first.pid}) {how}{during}", file=sys.stderr, flush=True)
     except Exception as error:
         if not stop_signals:
             raise

@@ -21,7 +21,7 @@ from types import FrameType
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.run import run_id
-from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.files import RunDir, now
 from fsdp_pretrain.run.journal import Journal, Kind
 from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.units import human_time
@@ -122,9 +122,9 @@ class Launcher:
         if self._most_nodes > 1 and ended.segment is not None:
             self._wait_for_others(ended.segment)
             ended = read()
-        now = time.monotonic()
+        at = time.monotonic()
         verified = outcome.verified_step(self._run)
-        ended = replace(ended, at=now, seconds=now - begun, verified=verified, verified_before=verified_before)
+        ended = replace(ended, at=at, seconds=at - begun, verified=verified, verified_before=verified_before)
         self._history.append(ended)
         if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._is_first_node:
             _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
@@ -225,4 +225,4 @@ def _try_to_write(act: Callable[[], object]) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    print(f"{now()[11:19]} launch: {text}", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ _RECORDED_VARIABLES = (
 )
 _COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
 _ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$|TORCH_.*_(TEMP|PIPE)_FILE$")
-_SHOWN_HOSTS = 20
+_SHOWN_HOSTS, _SHOWN_FILES = 20, 3
 _CORPORA = "corpora.json"
 _GIT_SECONDS = 60.0
 
@@ -166,13 +166,17 @@ def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
     changed = []
     for word, names in (("gone", [*before.keys() - after.keys()]), ("new", [*after.keys() - before.keys()])):
         if names:
-            more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
-            changed.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
+            changed.append(f"hosts {word}: {_few(names, _SHOWN_HOSTS)}")
     return changed
+
+
+def _few(names: list[str], limit: int) -> str:
+    return ", ".join(sorted(names)[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     changed = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
     if before.get("changed") != after.get("changed"):
-        changed.append(f"uncommitted changes to the code: {', '.join(after.get('changed') or []) or 'none any more'}")
+        files = _few(after.get("changed") or [], _SHOWN_FILES)
+        changed.append(f"uncommitted changes to the code: {files or 'none any more'}")
     return changed

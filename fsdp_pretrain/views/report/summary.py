@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fsdp_pretrain.run.goodput import headline
 from fsdp_pretrain.run.step_columns import Column
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count
 from fsdp_pretrain.views.gather import RunRecord
 
@@ -19,7 +21,8 @@ _SHARE = 0.05
 _LONGEST = 100
 """Characters of a text that are shown."""
 _MOST = 3
-"""Problems and scores that are named."""
+"""Problems, scores and incidents that are named."""
+_SEVERE = {severity.name for severity in Severity if severity > Severity.INFO}
 
 
 @dataclass(frozen=True)
@@ -104,4 +107,12 @@ def _attention(record: RunRecord) -> Iterator[str]:
     if len(problems) > _MOST:
         yield f"and {len(problems) - _MOST} more: see fsdp-pretrain status"
     if not problems:
-        yield "nothing is wrong"
+        yield "nothing is wrong now" + _incidents(record.entries)
+
+
+def _incidents(entries: list[dict[str, Any]]) -> str:
+    """The alarms that were more than a notice and are over, each named once."""
+    severe = [entry for entry in entries if entry["kind"] == "alarm" and entry.get("severity") in _SEVERE]
+    names = [*dict.fromkeys(str(entry["key"]) for entry in severe if entry.get("state") == "open")]
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"; over: {', '.join(names[:_MOST])}{more}" if names else ""

@@ -31,8 +31,10 @@ from .rank_monitor import RankMonitor, RankSnapshot
 _BETWEEN_DUMPS = 30.0
 _RECORDER_SECONDS = 5.0
 """Time for NCCL's flight recorders to answer: torch looks for a request once a second."""
+_ASK_SECONDS = 1.0
+"""Time for a rank to dump its stacks before it is forced to; it needs milliseconds."""
 _DUMP_SECONDS = 3.0
-"""Time for ranks to dump their stacks before they are ended; they need milliseconds."""
+"""Time for ranks to dump their stacks before they are ended."""
 
 
 @dataclass
@@ -125,9 +127,13 @@ class HangMonitor:
                 self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
             return
         self._read()
-        if stall.read is None:  # the pass after the dumps were requested
+        since = seconds - stall.dumped
+        if since >= _ASK_SECONDS:
+            self._force_stacks()
+        if stall.read is None:  # the passes after the dumps were requested
+            owed = any(rank.owes_stack for rank in self._ranks.alive)
             awaited = any(rank.recorder.awaited for rank in self._ranks.alive)
-            if awaited and seconds - stall.dumped < _RECORDER_SECONDS:
+            if (owed and since < 2 * _ASK_SECONDS) or (awaited and since < _RECORDER_SECONDS):
                 return
             stall.read = seconds
         if stall.dumps == 1:
@@ -197,6 +203,11 @@ class HangMonitor:
         for rank in self._ranks.alive:
             rank.ask_stack()
 
+    def _force_stacks(self) -> None:
+        for rank in self._ranks.alive:
+            if rank.owes_stack:
+                rank.force_stack()
+
     def _ask_recorders(self) -> None:
         for rank in self._ranks.alive:
             rank.recorder.ask()
@@ -206,11 +217,14 @@ class HangMonitor:
         self._dump()
         for rank in self._ranks.alive:
             rank.signal(signal.SIGCONT)
-        until = time.monotonic() + _DUMP_SECONDS
+        begun, forced = time.monotonic(), False
         waiting = {rank.number for rank in self._ranks.alive}
-        while waiting and time.monotonic() < until:
+        while waiting and time.monotonic() < begun + _DUMP_SECONDS:
             time.sleep(0.005)
             waiting -= set(self._read())
+            if not forced and time.monotonic() > begun + _ASK_SECONDS:
+                forced = True
+                self._force_stacks()
 
     def _read(self) -> list[int]:
         """Read the dumps written since they were requested. Returns the ranks that have one."""

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import hashlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from fsdp_pretrain.run import run_id
 from .deadlines import latest
 from .flight_recorder import enable
 from .page import Page, is_alive, read
+from .rank_monitor import requests_of
 
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
 """Path prefix of this project's files in stack dumps."""
@@ -54,7 +56,8 @@ class PageHeartbeat(Heartbeat):
         self._stacks = (pages / f"rank-{ranks.rank}.stacks").open("w", encoding="utf-8")
         self._stacks.write(f"main 0x{threading.main_thread().ident:016x} {_ROOT}\n")
         self._stacks.flush()
-        # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
+        # Before the page exists: whoever sees it may ask. See `Rank.ask_stack` and `Rank.force_stack`.
+        self._requests = _fifo(requests_of(pages, ranks.rank))
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
         watchdog = config.watchdog
         enable(pages, latest(watchdog.hang) if watchdog.act else None)
@@ -68,7 +71,9 @@ class PageHeartbeat(Heartbeat):
     def _stay_alive(self) -> None:
         while True:
             self._page.alive(str(next(iter([*self._reading.values()]), "")).encode())
-            time.sleep(_INTERVAL)
+            if select.select([self._requests], [], [], _INTERVAL)[0]:
+                os.read(self._requests, 1 << 12)
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def step(self, step: int) -> None:
         self._page.step(step)
@@ -87,6 +92,13 @@ class PageHeartbeat(Heartbeat):
 
     def close(self) -> None:
         self._page.beat(Phase.END)
+
+
+def _fifo(path: Path) -> int:
+    """A new named pipe, open for reading; it has a writer too, so that it never looks closed."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 class AgentProcess:

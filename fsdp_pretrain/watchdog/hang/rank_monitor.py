@@ -22,6 +22,11 @@ _WEDGED_AFTER = 5.0
 """Seconds without a beat of the thread that beats every second."""
 
 
+def requests_of(pages: Path, rank: int) -> Path:
+    """The named pipe through which a rank is asked for its stacks."""
+    return pages / f"rank-{rank}.requests"
+
+
 @dataclass(frozen=True)
 class RankSnapshot:
     """The position of a rank that makes no progress; sent between nodes."""
@@ -53,6 +58,7 @@ class Rank:
         self.descriptor: int | None = None
         self.beat: Beat | None = None
         self.gone = False
+        self._requests = requests_of(pages, number)
         self.dumps = Dumps(pages / f"rank-{number}.stacks")
         self.stack: Stack | None = None
         self.recorder = FlightRecorder(pages, number)
@@ -91,9 +97,24 @@ class Rank:
                 signal.pidfd_send_signal(self.descriptor, number)
 
     def ask_stack(self) -> None:
-        """Request a stack dump."""
+        """Request a stack dump from the rank's background thread, which makes it while no other thread runs Python."""
         self.dumps.skip()
+        with contextlib.suppress(OSError):
+            pipe = os.open(self._requests, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"?")
+            finally:
+                os.close(pipe)
+
+    def force_stack(self) -> None:
+        """Make a signal handler dump the stacks, at C level: for a rank whose interpreter is wedged. In one that runs,
+        the handler may meet a frame that changes, and crash (https://github.com/python/cpython/issues/116008)."""
         self.signal(signal.SIGUSR2)
+
+    @property
+    def owes_stack(self) -> bool:
+        """Whether it has not answered `ask_stack`, although it lives and is not stopped."""
+        return self.descriptor is not None and not self.dumps.text and self.state not in "TX"
 
     @property
     def state(self) -> str:

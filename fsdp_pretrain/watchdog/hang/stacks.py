@@ -1,4 +1,4 @@
-"""Reads stack dumps, which a signal handler writes at C level, to find out which rank waits for which."""
+"""Reads stack dumps, in the format of `faulthandler`, to find out which rank waits for which."""
 
 from __future__ import annotations
 
