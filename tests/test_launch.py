@@ -152,6 +152,7 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     last = helpers.metrics(job.run)[-1]["step"]
     assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
     assert helpers.journal(job.run, "resume")[-1]["step"] >= 10 and segments(job) == 2
+    assert max(len(entry["text"]) for entry in helpers.journal(job.run)) <= 200
 
 
 @pytest.mark.shows("A23", "F11")
