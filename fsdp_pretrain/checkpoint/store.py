@@ -112,7 +112,10 @@ class Store:
         if matching:
             raise CheckpointError(f"{matching[-1].path} cannot be used: {matching[-1].problem}")
         steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
-        raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (there are: {steps})")
+        raise CheckpointError(
+            f"{self.directory} has no checkpoint of step {step} (there are: {steps})",
+            remedy="name one of these steps" if checkpoints else "",
+        )
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that looks whole, or None."""

@@ -60,6 +60,7 @@ def running_job(run: RunDir) -> StatusReport:
         raise ConfigError(
             f"no job of {run.path} is running (state {report.state})",
             effect="the request would wait for a later start, which discards it",
+            remedy="start the run, then repeat the command",
         )
     return report
 
