@@ -98,7 +98,7 @@ def test_the_journal_is_searched(tmp_path: Path, run_command: Any) -> None:
     [
         (
             {"step": 12, "consumed": 96, "tokens": 1024},  # later samples are longer
-            "5.12K tokens trained, of which 4.1K (8 steps) are in no checkpoint",
+            "5.12K tokens trained, of which 4.1K (8 steps) are in no verified checkpoint",
             (8, 4096),
         ),
         ({"step": 20, "consumed": 160, "tokens": 5120}, "5.12K tokens trained, all saved", (0, 0)),

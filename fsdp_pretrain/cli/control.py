@@ -31,7 +31,12 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
     'runs/quickstart/run set optimizer.lr_scale=0.5 --over "200 steps" --reason "the loss is noisy"',
     RUN,
     argument("action", choices=("stop", "save", "pause", "resume", "set"), help="what to ask for"),
-    argument("overrides", nargs="*", metavar="KEY=VALUE", help="set: what to change, see docs/steering.md"),
+    argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="set: optimizer.lr, min_lr, lr_scale, weight_decay, betas; train.grad_clip, z_loss; checkpoint.every",
+    ),
     argument("--over", default="", metavar="LENGTH", help="set: ramp to the new values, such as '200 steps'"),
     argument("--at", type=step_number, metavar="STEP", help="set: for the steps after this one (default: at once)"),
     argument("--yes", action="store_true", help="set: do not ask for confirmation"),

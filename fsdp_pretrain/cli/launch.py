@@ -80,6 +80,7 @@ def launch(args: argparse.Namespace) -> int:
     Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. Exit 0
     complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, 93 a person must
     look."""
+    from fsdp_pretrain.config import world_sizes
     from fsdp_pretrain.launch.launcher import Launcher
     from fsdp_pretrain.run.overrides import load_run
 
@@ -90,8 +91,7 @@ def launch(args: argparse.Namespace) -> int:
         print(config.run.dir)
         return 0
     if args.nproc_per_node.isdecimal() and args.nnodes.isdecimal():  # here, once, for the same reason
-        ranks = int(args.nproc_per_node)
-        config.parallel.shard_size(ranks * int(args.nnodes), ranks)
+        world_sizes.check(config, int(args.nproc_per_node) * int(args.nnodes))
     args.rdzv_id = args.rdzv_id or Path(job[0]).stem
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         return Launcher(args, options, job, config, Path(notes)).run()

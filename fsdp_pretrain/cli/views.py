@@ -148,7 +148,9 @@ def goodput(args: argparse.Namespace) -> int:
     "report",
     _EXAMPLE,
     RUN_OR_URL,
-    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN, of a URL here)"),
+    argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html; of a URL, ./report.html)"
+    ),
 )
 def report(args: argparse.Namespace) -> int:
     """Write a run as one HTML page: curves, checkpoints, evaluations, events and goodput, without a network."""
@@ -176,7 +178,7 @@ _LOOK = {"aim": "aim up --repo {}", "tensorboard": "tensorboard --logdir {}", "w
     "track",
     f"{_EXAMPLE} --to tensorboard",
     RUN,
-    argument("--to", choices=_LOOK, required=True, help="which tracker; nothing is sent"),
+    argument("--to", choices=_LOOK, required=True, help="in whose format; nothing is sent"),
 )
 def track(args: argparse.Namespace) -> int:
     """Write a record into Aim, TensorBoard or W&B, or bring up to date what was written."""

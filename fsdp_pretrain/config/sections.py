@@ -210,14 +210,9 @@ class ParallelSection(Section):
         if world % size:
             raise ConfigError(
                 f"parallel.shard = {size} does not divide the world size {world}",
-                remedy=f"use {_divisors(world)}, or start a multiple of {size} ranks",
+                remedy=f"use a divisor of {world}, or start a multiple of {size} ranks",
             )
         return size
-
-
-def _divisors(number: int) -> str:
-    *others, last = (str(size) for size in range(1, number + 1) if number % size == 0)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _mirror_url(text: str) -> str:

@@ -50,3 +50,5 @@ class EvaluationWorker(Observer):
             self._process = jobs.start_worker(self._run, self._config)
         except OSError as error:
             self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)
+        else:
+            self._recorder.say(f"[eval] step {manifest.step:_} is evaluated beside training")

@@ -54,7 +54,7 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         avoid = error.avoid_hosts if isinstance(error, DeviceError) else ()
         facts: dict[str, Any] = {"rank": rank} | ({"avoid_hosts": list(avoid)} if avoid else {})
         exit_intent.write(run_dir, segment, code, reason, **facts)
-        recorder.ended(text, code=code, refused=isinstance(error, UserError))
+        recorder.ended(text, code=code, refused=isinstance(error, UserError) and not isinstance(error, PeerLostError))
         recorder.status(force=True, **status.ended(code, reason))
         raise
     finally:

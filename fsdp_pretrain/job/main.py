@@ -15,14 +15,15 @@ from collections.abc import Callable
 from functools import partial
 
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
-from fsdp_pretrain.config import resume_rules
+from fsdp_pretrain.config import resume_rules, world_sizes
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.errors import Exit, Interrupted, PeerLostError, UserError
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.run import lineage, overrides, run_id
 from fsdp_pretrain.run.arguments import parse_trainer
 from fsdp_pretrain.run.files import RunDir
@@ -57,6 +58,7 @@ def _start(args: argparse.Namespace) -> int:
         config, lasting = load_run(args.config, args.overrides)
         options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
+        world_sizes.check(config, RankInfo.from_environment().world)
         joining.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
@@ -70,7 +72,8 @@ def _start(args: argparse.Namespace) -> int:
                 heartbeat.reconfigure(config)
             return torchrun.end_as_agreed(run(config, world, lasting, options, heartbeat, memory))
     except UserError as error:
-        return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
+        is_first, told = os.environ.get("RANK", "0") == "0", isinstance(error, PeerLostError)  # told: in the journal
+        return _refuse(error, speaks=not told if is_first else not error.shared)
 
 
 def _refuse(error: UserError, *, speaks: bool) -> int:

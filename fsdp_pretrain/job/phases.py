@@ -18,7 +18,7 @@ from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples, open_heldout
-from fsdp_pretrain.data.packing.loader import StepBatch, check_batches
+from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
@@ -56,7 +56,6 @@ from .run_context import RunContext
 def preflight(config: Config, world: World) -> None:
     """Check what can be checked before anything is built. Raises ConfigError."""
     plan.check_declared(config.model, plan.count_parameters(config.model))
-    check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     check_installed(name for name in SINKS if getattr(config.record, name))
     if config.watchdog.enabled:
         make_channels(config.watchdog.notify, os.environ)

@@ -11,6 +11,7 @@ import torch
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
+from fsdp_pretrain.config import world_sizes
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.data.fetch import room
@@ -107,16 +108,6 @@ def check_declared(model: AnyModel, exact: int) -> None:
         )
 
 
-def world_sizes(config: Config) -> Iterator[int]:
-    """World sizes up to 4096 that split every global batch of the run into whole micro-batches, and into whole replicas
-    of `parallel.shard` ranks."""
-    batches, shard = config.schedule.batches(), config.parallel.shard
-    for size in range(1, min(4096, min(batches) // config.train.micro_batch) + 1):
-        whole = shard == "node" or size % shard == 0
-        if whole and all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
-            yield size
-
-
 def plan(
     config: Config,
     world: int | None = None,
@@ -140,7 +131,9 @@ def plan(
     model = models.build(config.model)
     check_declared(config.model, parameters := model.count_parameters())
     _check_float8(config, model, device)
-    schedule, sizes = config.schedule, _feasible_sizes(config, world)
+    if world is not None:
+        world_sizes.check(config, world)
+    schedule, sizes = config.schedule, [*world_sizes.feasible(config)]
     checkpoint = upcoming.first_need(checkpoint_bytes(model, config.optimizer), world or 1)
     length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1
     ramp, space = advice.ramp_warning(config, max(sizes, default=0)), _space_warning(config, checkpoint)
@@ -178,20 +171,6 @@ def plan(
         warnings=warnings,
         world=layout,
     )
-
-
-def _feasible_sizes(config: Config, world: int | None) -> list[int]:
-    """The world sizes that divide every global batch. Raises ConfigError if `world` is not one of them."""
-    sizes, batches, problems = list(world_sizes(config)), config.schedule.batches(), []
-    if world is not None and world not in sizes:
-        shard, micro_batch = config.parallel.shard, config.train.micro_batch
-        if shard != "node" and world % shard:
-            problems.append(f"parallel.shard = {shard} does not divide the world size {world}")
-        if any(batch % (world * micro_batch) for batch in batches):
-            split = f"over {world} ranks into micro-batches of {micro_batch}"
-            problems.append(f"the global batches {_shorten(batches)} do not split {split}")
-        raise ConfigError("; ".join(problems), remedy=f"feasible world sizes: {_shorten(sizes)}")
-    return sizes
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -276,7 +255,7 @@ def render(plan: Plan) -> str:
         f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
         f"{human_count(plan.hardware_flops_per_token)} of the hardware (which looks the embedding up)",
         f"  batch       {_range(plan.global_batches)} samples",
-        f"  ranks       feasible: {_shorten(plan.world_sizes)}",
+        f"  ranks       feasible: {world_sizes.shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
         f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
@@ -340,8 +319,3 @@ def render_measured(speed: Speed) -> str:
 
 def _range(values: list[int]) -> str:
     return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-
-def _shorten(values: list[int]) -> str:
-    shown = [str(value) for value in values]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "...", shown[-1]]) or "none"

@@ -105,7 +105,7 @@ class Recorder:
             tokens, behind = known["tokens"], known["step"] - (saved.get("step") or 0)
             risk = tokens - (saved.get("tokens") or 0)
             text += f"; {human_count(tokens)} tokens trained" + (
-                f", of which {human_count(risk)} ({behind:_} steps) are in no checkpoint"
+                f", of which {human_count(risk)} ({behind:_} steps) are in no verified checkpoint"
                 if behind > 0
                 else ", all saved"
             )
