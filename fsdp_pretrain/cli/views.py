@@ -149,7 +149,7 @@ def goodput(args: argparse.Namespace) -> int:
     _EXAMPLE,
     RUN_OR_URL,
     argument(
-        "--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html; of a URL, ./report.html)"
+        "--out", type=Path, metavar="FILE", help="page to write (default: RUN/report.html; of a URL, report.html)"
     ),
 )
 def report(args: argparse.Namespace) -> int:
