@@ -101,6 +101,7 @@ def batches(helpers: Any, run: Path) -> list[tuple[int, Any, Any]]:
     return [(each["step"], each["data_digest"], each["loss"]) for each in helpers.metrics(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("prepared-bits")
 def test_a_run_whose_cache_was_damaged_goes_on(lab: Any, helpers: Any) -> None:
     """Between two starts, beside the fetcher: to the bit, and the journal tells of each block."""

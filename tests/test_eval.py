@@ -244,6 +244,7 @@ def hanging(run: Path, helpers: Any) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.shows("D15", "F26")
 def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]

@@ -224,6 +224,7 @@ def scores(path: Path) -> dict[str, float]:
     return {f"{task}/{metric}": value for task, row in found.items() for metric, value in row.items()}
 
 
+@pytest.mark.slow
 def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, run_command: Run) -> None:
     """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
     pytest.importorskip("lm_eval")

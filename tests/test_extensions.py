@@ -171,7 +171,10 @@ WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
 @pytest.mark.parametrize(
     "model",
     [
-        {"family": "qwen3", "head_size": 16, "rope_scaling": {"kind": "llama3", "factor": 8.0}},
+        pytest.param(
+            {"family": "qwen3", "head_size": 16, "rope_scaling": {"kind": "llama3", "factor": 8.0}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"family": "olmo3", **WINDOWS, "rope_scaling": {"kind": "yarn", "factor": 8.0}}, marks=pytest.mark.slow
         ),
@@ -181,7 +184,10 @@ WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
             {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
             marks=pytest.mark.slow,
         ),
-        {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
+        pytest.param(
+            {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda model: model["family"],
 )
@@ -386,6 +392,7 @@ extension = Extension(observers={"ema": Part(EmaSection, code="ema_lab:Ema")})
 """
 
 
+@pytest.mark.slow
 def test_tensors_of_an_observer_are_in_the_checkpoints(lab: Any, helpers: Any, tmp_path: Path) -> None:
     """An average of the weights: resumed to the bit; left out and begun anew where the configuration says so."""
     (tmp_path / "ema_lab.py").write_text(EMA)
@@ -451,6 +458,7 @@ def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: P
 # ------------------------------------------------------------------------ a package to start from
 
 
+@pytest.mark.slow
 def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab: Any) -> None:
     """Its test passes, it trains, and no file of its name is overwritten."""
     folder = tmp_path / "mylab"

@@ -42,6 +42,7 @@ def run(helpers: Any, *arguments: object, python: object = sys.executable) -> su
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=1100)
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.timeout(120)
 def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Path, helpers: Any) -> None:

@@ -64,6 +64,7 @@ while True:
 """A rank whose threads all run Python, as those do that run hooks in a backward pass."""
 
 
+@pytest.mark.promise("watchdog-harmless")
 def test_a_rank_survives_any_number_of_questions_for_its_stacks(lab: Any, helpers: Any) -> None:
     """A signal handler in its place would read frames while they change, and crash about one rank in 200."""
     line, environment = [sys.executable, "-c", BUSY, lab.config()], helpers.environment()
@@ -254,6 +255,7 @@ def test_a_shard_that_does_not_answer_is_named(
     assert str(shard) in hang(run, verdict="data")["summary"]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("F24")
 @pytest.mark.promise("watchdog-harmless")
 def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:

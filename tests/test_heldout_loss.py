@@ -141,7 +141,10 @@ def agrees(
         assert losses[name]["sum"] == pytest.approx(total, rel=1e-5), (step, name)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("llama", 4), ("glm", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("llama", 1), ("llama", 4), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("llama", "glm"))],
+)
 def test_it_is_that_of_a_separate_computation(
     trained: Callable[..., Path], helpers: Any, sources: list[dict[str, str]], kind: str, ranks: int
 ) -> None:

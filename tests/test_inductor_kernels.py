@@ -13,8 +13,8 @@ from inductor_kernels import FAMILIES, Kernels, of_block, of_loss
         # Norm; rotation of queries and keys; residual and norm; SwiGLU; residual.
         ("llama", 7, 5, 9),
         # No rotation. A gradient of a bias takes two launches, or one with what makes it.
-        ("gpt", 6, 4, 22),
-        ("glm", 7, 5, 23),
+        pytest.param("gpt", 6, 4, 22, marks=pytest.mark.slow),
+        pytest.param("glm", 7, 5, 23, marks=pytest.mark.slow),
         pytest.param("qwen2", 7, 6, 16, marks=pytest.mark.slow),
         pytest.param("qwen3", 7, 6, 16, marks=pytest.mark.slow),
     ],

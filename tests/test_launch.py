@@ -255,6 +255,7 @@ def test_a_mistake_in_the_arguments_starts_nothing(
     assert not (lab.path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_refusal_by_the_ranks_is_said_once(lab: Any, run_command: Any) -> None:
     """Not again by the record of the start, the launcher and torchrun."""
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 2, lab.config(), "model.declared_params=7")

@@ -144,6 +144,7 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, run_command: Any)
         run_command(CLI, "replay", run, "--from", start, "--steps", count, expect=0)
 
 
+@pytest.mark.slow
 def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
     """Though the run goes on with another batch: places and ramps are as many samples, whatever a step is."""
     sections: dict[str, Any] = {"parallel": {}, "train": {"duration": "320 samples"}, "checkpoint": {"keep_last": 9}}
@@ -288,6 +289,7 @@ def test_a_live_set_survives_kill_9_at_any_point(
     same_as_configured(lab, helpers, config, run, 2, last=last)
 
 
+@pytest.mark.slow
 def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
     """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
     config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"

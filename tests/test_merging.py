@@ -131,6 +131,7 @@ def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
     assert refused.returncode == 78 and "32 tokens do not fit" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.promise("merge-exact")
 def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_command: Run) -> None:
     config = lab.config(

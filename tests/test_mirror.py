@@ -274,6 +274,7 @@ def test_a_killed_uploader_comes_back(carried: Carried) -> None:
     assert mirror_status.read(carried.run, 2) is None
 
 
+@pytest.mark.slow
 @pytest.mark.shows("F53")
 def test_storage_that_stays_away_is_asked_again_and_again(carried: Carried, constants: Callable[..., None]) -> None:
     """After more failures than there are pauses, too."""

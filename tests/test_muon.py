@@ -53,7 +53,7 @@ def test_the_iteration(shape: tuple[int, int]) -> None:
 @pytest.mark.promise("muon-once")
 @pytest.mark.parametrize(
     "mesh",
-    [(1, 1), (1, 2), (2, 2), *(pytest.param(wide, marks=pytest.mark.slow) for wide in [(2, 4), (4, 2)])],
+    [(2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 1), (1, 2), (2, 4), (4, 2)])],
     ids=str,
 )
 def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path) -> None:

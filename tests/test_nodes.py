@@ -96,6 +96,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     assert last["ended"] and [(rank["rank"], rank["state"]) for rank in last["stalled"]] == [(1, "T")]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("hang-named")
 def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any) -> None:
     """The watchdog of the node with the stopped rank is late: missing data is no evidence, and the alarm says so until

@@ -38,6 +38,7 @@ def test_a_limit_is_raised_as_far_as_the_host_allows(
     assert done.stdout.strip() == expected
 
 
+@pytest.mark.slow
 def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any, helpers: Any) -> None:
     """By a rank before it connects to others."""
     rank = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}

@@ -146,7 +146,9 @@ def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> 
     return [sys.executable, "-m", DATA, verb, str(folder), *options, "--out"]
 
 
-@pytest.mark.parametrize("kind", ["prepare", "import", "copy", "split"])
+@pytest.mark.parametrize(
+    "kind", ["prepare", "split", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("import", "copy"))]
+)
 @pytest.mark.promise("prepare-continues")
 def test_killed_commands_continue(
     tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str], kind: str

@@ -176,6 +176,7 @@ print(json.dumps({"shards": len(seen), "descriptors": len(os.listdir("/proc/self
 """
 
 
+@pytest.mark.slow
 def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus: Path) -> None:
     shards, path = 2000, tmp_path / "many"
     (path / "shards").mkdir(parents=True)
@@ -198,6 +199,7 @@ def on(path: Path, timeout: str = "3 s", **more: Any) -> dict[str, Any]:
     return {"sources": [{"name": "text", "path": str(path)}], "read_timeout": timeout, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.shows("A17")
 def test_one_rank_alone_ends_the_run_on_all_and_a_copy_carries_it_on(
     lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any

@@ -306,6 +306,7 @@ def kept(records: list[dict[str, Any]], key: str) -> list[Any]:
     return list({record["step"]: record[key] for record in records}.values())
 
 
+@pytest.mark.slow
 def test_kills_in_a_stage_and_over_its_end_continue_bit_for_bit(lab: Any, helpers: Any, gates: Any) -> None:
     config = staged(lab)
     whole, killed = lab.path / "run", lab.path / "killed"

@@ -123,6 +123,7 @@ def left(name: str, place: Path) -> None:
 # ---------------------------------------------------------------- the follower
 
 
+@pytest.mark.slow
 def test_followers_share_a_run(tmp_path: Path) -> None:
     """A live run is followed as it grows, by one follower at a time. What comes after its end, as evaluations do, is
     added by `--once`; and no point is ever there twice."""
