@@ -30,6 +30,7 @@ from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.eval.checkpoints import open_checkpoint
 from fsdp_pretrain.eval.evaluation import evaluate
+from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.files import RunDir
 
 
@@ -129,6 +130,10 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(
     assert again.endswith(" nothing is due now\n") and "evaluated" not in again
     report = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
     assert report.count("heldout_bpb") == 3 and "step 10," in report
+    for newest in (30, 20):  # before and after a rollback
+        shown = run_command("fsdp_pretrain.cli", "status", run).stdout
+        assert re.search(rf"^  evaluated +step {newest}, .*heldout_bpb bits_per_byte \d", shown, re.MULTILINE)
+        journal.add(RunDir(run), "rollback", "back", step=20)
 
 
 @pytest.mark.promise("exactly-once")

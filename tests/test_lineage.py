@@ -254,7 +254,7 @@ def test_what_decides_the_line_is_refused_when_it_is_damaged(
     raw[len(raw) // 2] ^= 4
     (run / name).write_bytes(raw)
     before = tree(run)
-    output = lab.train(config, f"run.dir={run}", ranks=2, expect=78)
+    output = lab.train(config, f"run.dir={run}", "train.micro_batch=4", ranks=2, expect=78)
     assert f"{run / name} is damaged" in output and "remedy" in output and output.count("error:") == 1
     assert tree(run) == before
     for verb, *more in also_refused:

@@ -113,7 +113,7 @@ class Journal:
             entry["segment"] = self._segment
         entry.update(host=socket.gethostname(), pid=os.getpid(), **data)
         self._lines.write(json.dumps(entry))
-        self._chronicle.write(render(entry))
+        self._chronicle.write(f"- {render(entry, '**{}**')}")
 
     @property
     def problem(self) -> str:
@@ -146,11 +146,11 @@ def who() -> str:
         return str(os.getuid())
 
 
-def render(entry: dict[str, Any]) -> str:
-    """An entry as a line of `CHRONICLE.md`."""
-    step = f" (step {entry['step']:,})" if isinstance(entry.get("step"), int) else ""
+def render(entry: dict[str, Any], kind: str = "[{}]") -> str:
+    """An entry as a line for people; `kind` formats its kind."""
+    step = f" (step {entry['step']:_})" if isinstance(entry.get("step"), int) else ""
     by = f" ({entry['by']})" if entry.get("by") else ""
-    return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
+    return f"{entry['time'][:19].replace('T', ' ')} {kind.format(entry['kind'])}{step} {entry['text']}{by}"
 
 
 def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

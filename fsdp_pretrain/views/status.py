@@ -98,6 +98,7 @@ class StatusReport(BaseModel):
     alarms: list[Alarm] = []
     watchdog: _WatchdogSnapshot | None = None
     goodput: str = ""  # one line about it
+    evaluated: str = ""  # the newest evaluated checkpoint and its scores
     evaluations: list[str] = []  # texts on evaluations that failed and are retried
 
     @property
@@ -125,7 +126,7 @@ class StatusReport(BaseModel):
 
 
 def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
-    """Inspect a run directory; `brief`: leave out goodput and progress since the last look; do not note this one."""
+    """Inspect a run directory; `brief`: leave out goodput, scores and progress since the last look; do not note it."""
     report = StatusReport() if run.fetched is None else StatusReport(fetched=run.fetched)
     try:
         status = state_files.read(run.status, Status)
@@ -142,7 +143,7 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     checks = [_check_checkpoints, _add_alarms, _check_evaluations, _check_watchdog, _check_files]
     if not brief:
-        checks += [_add_progress, _add_goodput]
+        checks += [_add_progress, _add_scores, _add_goodput]
     for check in checks:
         check(report, run)
     return report
@@ -309,6 +310,23 @@ def _add_progress(report: StatusReport, run: RunDir) -> None:
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
 
+def _add_scores(report: StatusReport, run: RunDir) -> None:
+    """Add the scores of the newest evaluated checkpoint that no rollback has left behind."""
+    scored: list[dict[str, Any]] = []
+    for entry in journal.read(run):
+        if entry["kind"] == "eval":
+            scored.append(entry)
+        elif entry["kind"] in ("rollback", "fresh"):
+            scored = [one for one in scored if _step(one) <= _step(entry)]
+    if scored:
+        newest = max(scored, key=_step)
+        report.evaluated = f"step {_step(newest):_}, {newest['text']}"
+
+
+def _step(entry: dict[str, Any]) -> int:
+    return entry.get("step") or 0
+
+
 def _add_goodput(report: StatusReport, run: RunDir) -> None:
     """Add goodput, unless reading the record takes too long."""
     if (size := recorded_bytes(run)) > _LARGEST_RECORD:
@@ -384,8 +402,10 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
     elif "verified_checkpoint" in report.model_fields_set:
         yield "checkpoint", "none verified yet"
     if "disk_free_bytes" in report.model_fields_set:
-        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
-        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
+        room = f", room for {report.checkpoints_that_fit:_} checkpoints" if report.running else ""
+        yield "disk", f"{human_bytes(report.disk_free_bytes)} free{room}"
+    if report.evaluated:
+        yield "evaluated", report.evaluated
     yield from (("evaluation", text) for text in report.evaluations)
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)

@@ -112,7 +112,8 @@ def _attention(record: RunRecord) -> Iterator[str]:
 
 def _incidents(entries: list[dict[str, Any]]) -> str:
     """The alarms that were more than a notice and are over, each named once."""
-    severe = [entry for entry in entries if entry["kind"] == "alarm" and entry.get("severity") in _SEVERE]
+    alarms = [entry for entry in entries if entry["kind"] == "alarm" and entry.get("step")]
+    severe = [entry for entry in alarms if entry.get("severity") in _SEVERE]
     names = [*dict.fromkeys(str(entry["key"]) for entry in severe if entry.get("state") == "open")]
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return f"; over: {', '.join(names[:_MOST])}{more}" if names else ""
