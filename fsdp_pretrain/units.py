@@ -127,24 +127,17 @@ class Seconds(_Quantity):
     """A wall-clock duration (s, minutes, hours, days), as `"30 minutes"`."""
 
     value: float
-    LEAST = 1e-3  # only a `Pause` may be shorter
 
     @classmethod
     def _read(cls, text: object) -> Self:
         number, unit = _parse(text, _SECONDS, "30 minutes")
         seconds = float(number * _SECONDS[unit])
-        if not cls.LEAST <= seconds < math.inf:
-            raise ValueError(f"{text!r} is too {'short' if seconds < cls.LEAST else 'long'}")
+        if not 1e-3 <= seconds < math.inf:
+            raise ValueError(f"{text!r} is too {'short' if seconds < 1 else 'long'}")
         return cls(seconds)
 
     def __str__(self) -> str:
         return f"{self.value:g} s"
-
-
-class Pause(Seconds):
-    """A wall-clock duration that may be zero."""
-
-    LEAST = 0.0
 
 
 @dataclass(frozen=True)
