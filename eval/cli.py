@@ -153,7 +153,7 @@ def _watch(args: argparse.Namespace) -> int:
         held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))
         steps = ", ".join(str(job.checkpoint.step) for job in due if not job.pause)
         waits = [
-            f"waiting for the workers that evaluate step {steps}" if steps else "",
+            f"other workers evaluate step {steps}" if steps else "",
             "another worker publishes its results" if held and not steps else "",
             f"{pausing} paused after a failure" if pausing else "",
             f"{given_up} given up (see fsdp-eval retry)" if given_up else "",

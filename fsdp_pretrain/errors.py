@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and exit codes.
+"""Errors whose cause is outside this program, and exit codes.
 
 Only the text of a `UserError` is shown. Any other exception is a bug in this program and keeps its traceback.
 """

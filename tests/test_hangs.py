@@ -66,7 +66,7 @@ while True:
 
 @pytest.mark.promise("watchdog-harmless")
 def test_a_rank_survives_any_number_of_questions_for_its_stacks(lab: Any, helpers: Any) -> None:
-    """A signal handler in its place would read frames while they change, and crash about one rank in 200."""
+    """A signal handler in its place would read frames while they change, and crash once in a hundred dumps."""
     line, environment = [sys.executable, "-c", BUSY, lab.config()], helpers.environment()
     busy = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True)
     assert busy.stdout is not None

@@ -16,12 +16,14 @@ import records
 from processes import spawn
 from sight import PATIENCE
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_pretrain import master_port
 from fsdp_pretrain.cli.launch import torchrun_options
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch.elastic_agent import cause_of
 from fsdp_pretrain.launch.outcome import StartOutcome, segment_of
 from fsdp_pretrain.launch.policy import decide
 from fsdp_pretrain.run import journal, state_files
@@ -237,3 +239,24 @@ def test_a_missing_environment_is_refused(tmp_path: Path, script: str) -> None:
     done = subprocess.run(["bash", path, "my.toml"], env=environment, capture_output=True, text=True)
     assert done.returncode == 78
     assert done.stdout == f"error: ENV_FILE=env.sh: there is no such file in {tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        ({0: (1, 5), 1: (-9, 5)}, 1),
+        ({0: (1, 5), 1: (-9, 6)}, 0),
+        ({0: (-15, 5), 1: (78, 5)}, 1),
+        ({2: (-11, 4), 3: (75, 4)}, 2),
+    ],
+    ids=["killed", "failed before", "ended by torchrun", "crashed"],
+)
+def test_of_ranks_that_ended_together_the_cause_is_named(ends: dict[int, tuple[int, int]], named: int) -> None:
+    """torchrun knows the second of an end, and sees the ranks in their order."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="")
+        for rank, (code, _) in ends.items()
+    }
+    for rank, (_, second) in ends.items():
+        failures[rank].timestamp = second
+    assert cause_of(ChildFailedError("train", failures))[0] == named

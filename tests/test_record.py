@@ -16,10 +16,12 @@ import pytest
 from machines import tmpfs
 from records import step_record
 from released import unpack
+from torch import distributed as dist
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.errors import RunGoneError, StorageError
-from fsdp_pretrain.run import exit_intent, lineage, run_id, state_files
+from fsdp_pretrain.errors import Exit, PeerLostError, RunGoneError, StorageError
+from fsdp_pretrain.job.exit_status import record_end
+from fsdp_pretrain.run import exit_intent, journal, lineage, run_id, state_files
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT
 from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.run.journal import Journal, entries
@@ -254,6 +256,47 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
     exit_intent.write(run, segment, 75, "rank 0 ended", is_cause=True)
     intent = json.loads((segment / EXIT_INTENT).read_text())
     assert (intent["code"], intent["suspects"], intent["restart"]) == (75, [1], True)
+
+
+GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:4851: Connection reset by peer. This is typical"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError(GLOO),
+            "rank 3 lost the connection to another rank, at [10.0.0.7]:4851: Connection reset by peer",
+        ),
+        (dist.DistBackendError("remote process exited or there was a network error"), "rank 3 lost the connection"),
+        (RuntimeError("BrokenPipeError: [Errno 32] Broken pipe"), ""),
+        (dist.DistBackendError("ncclInvalidUsage"), ""),
+    ],
+    ids=["gloo", "nccl", "a compile worker", "another error of NCCL"],
+)
+def test_only_a_lost_peer_is_told_in_one_line(tmp_path: Path, error: RuntimeError, said: str) -> None:
+    """Any other error keeps its traceback."""
+    run = RunDir(tmp_path)
+    record = recorder(run)
+
+    def fail() -> Exit:
+        raise error
+
+    with pytest.raises(PeerLostError if said else type(error)) as raised:
+        record_end(3, run, record.segment, record, fail)
+    assert str(raised.value).startswith(said) and (said or raised.value is error)
+    intent = json.loads((record.segment / EXIT_INTENT).read_text())
+    assert (intent["code"], intent["rank"]) == (1, 3) and said in intent["reason"]
+
+
+def test_status_shows_the_newest_scores_of_the_kept_line(tmp_path: Path) -> None:
+    run, shown = RunDir(tmp_path), []
+    for kind, step in (("eval", 100), ("eval", 500), ("fork", 100), ("eval", 100), ("eval", 200), ("rollback", 150)):
+        journal.add(run, kind, f"entry {len(shown)}", step=step, scores={})
+        shown.append(inspect(run).evaluated)
+    assert [text.removeprefix("step ") for text in shown] == [
+        *("100, entry 0", "500, entry 1", "100, entry 0", "100, entry 3", "200, entry 4", "100, entry 3")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,13 @@ def feasible(config: Config) -> Iterator[int]:
 
 def check(config: Config, world: int) -> None:
     """Raise ConfigError, with all that does not fit, if a run cannot be trained on `world` ranks."""
-    shard, micro_batch, batches, problems = (
-        config.parallel.shard,
-        config.train.micro_batch,
-        config.schedule.batches(),
-        [],
-    )
+    shard, micro_batch, problems = config.parallel.shard, config.train.micro_batch, list[str]()
     if shard != "node" and world % shard:
         problems.append(f"parallel.shard = {shard} does not divide the world size {world}")
+    batches = config.schedule.batches()
     if any(batch % (world * micro_batch) for batch in batches):
-        split = f"over {world} ranks into micro-batches of {micro_batch}"
-        problems.append(f"the global batches {shorten(batches)} do not split {split}")
+        which = f"batches {shorten(batches)} do" if len(batches) > 1 else f"batch {batches[0]} does"
+        problems.append(f"the global {which} not split over {world} ranks into micro-batches of {micro_batch}")
     if problems:
         raise ConfigError("; ".join(problems), remedy=f"feasible world sizes: {shorten([*feasible(config)])}")
 

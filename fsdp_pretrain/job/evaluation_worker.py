@@ -51,4 +51,4 @@ class EvaluationWorker(Observer):
         except OSError as error:
             self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)
         else:
-            self._recorder.say(f"[eval] step {manifest.step:_} is evaluated beside training")
+            self._recorder.say(f"[eval] a worker was started for step {manifest.step:_}")

@@ -11,6 +11,8 @@ from textwrap import shorten
 from traceback import extract_tb
 from typing import Any
 
+from torch import distributed as dist
+
 from fsdp_pretrain.errors import DeviceError, Exit, Interrupted, PeerLostError, UserError
 from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
 from fsdp_pretrain.run import exit_intent, status
@@ -26,6 +28,7 @@ _LOST = re.compile(
     "remote process exited or there was a network error"
 )
 """What gloo, NCCL and the store say of a rank that is gone."""
+_ADDRESS = re.compile(r"\[[0-9a-f.:]+\]:\d+")
 _COLLECTIVES = "distributed_c10d.py"
 
 
@@ -63,16 +66,18 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
 
 @contextmanager
 def _naming_lost_peers(rank: int) -> Iterator[None]:
-    """Raise PeerLostError for an error of a collective whose other ranks are gone; a traceback would not help."""
+    """Raise PeerLostError for an error of torch.distributed that says that another rank is gone."""
     try:
         yield
     except RuntimeError as error:
-        lost = _LOST.search(str(error))
+        text = str(error)
+        lost = _LOST.search(text) if isinstance(error, dist.DistError) or "gloo/transport" in text else None
         if lost is None:
             raise
         calls = [call.name for call in extract_tb(error.__traceback__) if call.filename.endswith(_COLLECTIVES)]
-        where = f" in {calls[-1]}" if calls else ""
-        raise PeerLostError(f"rank {rank} lost the connection to another rank{where}: {lost[0]}") from None
+        whom = f"another rank, at {address[0]}" if (address := _ADDRESS.search(text)) else "another rank"
+        where = f", in {calls[-1]}" if calls else ""
+        raise PeerLostError(f"rank {rank} lost the connection to {whom}{where}: {lost[0]}") from None
 
 
 def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
-from fsdp_pretrain.config import resume_rules, world_sizes
+from fsdp_pretrain.config import resume_rules
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, Interrupted, PeerLostError, UserError
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
@@ -58,7 +58,8 @@ def _start(args: argparse.Namespace) -> int:
         config, lasting = load_run(args.config, args.overrides)
         options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
-        world_sizes.check(config, RankInfo.from_environment().world)
+        ranks = RankInfo.from_environment()
+        config.parallel.shard_size(ranks.world, ranks.local_world)
         joining.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")

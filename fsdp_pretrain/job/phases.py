@@ -16,6 +16,7 @@ from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.checkpoint.witness import code_identity
+from fsdp_pretrain.config import world_sizes
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples, open_heldout
 from fsdp_pretrain.data.packing.loader import StepBatch
@@ -55,6 +56,7 @@ from .run_context import RunContext
 
 def preflight(config: Config, world: World) -> None:
     """Check what can be checked before anything is built. Raises ConfigError."""
+    world_sizes.check(config, world.size)
     plan.check_declared(config.model, plan.count_parameters(config.model))
     check_installed(name for name in SINKS if getattr(config.record, name))
     if config.watchdog.enabled:

@@ -1,9 +1,9 @@
 """torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
 
 Three things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
-process of a job, and torchrun would kill the ranks while they save. And in place of torchrun's report of failed ranks
-it prints one line on the first of them, unless that ended with a code of `errors.Exit`: it has printed the reason. And
-it does not log how every rank ends.
+process of a job, and torchrun would kill the ranks while they save. In place of torchrun's report of failed ranks it
+prints one line on the first of them, unless that ended with another code than 1 of `errors.Exit`: then it has printed
+the reason. And it does not log how every rank ends.
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.processes import die_with_parent
 
 from .torchrun import LAUNCHER, STOP_SIGNALS
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
 _EXPLAINED = {int(code) for code in Exit} - {int(Exit.UNEXPECTED)}
+
+
+def cause_of(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The failure that came first, as (rank, failure): of those in the same second rather one by a signal than one with
+    a code, and last one by the SIGTERM that torchrun sends to the others."""
+    first = min(failure.timestamp for failure in error.failures.values())
+    together = [(rank, failure) for rank, failure in error.failures.items() if failure.timestamp == first]
+    return min(together, key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].exitcode > 0))
 
 
 def main() -> int:
@@ -36,7 +48,7 @@ def main() -> int:
     try:
         run.main()
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
+        rank, first = cause_of(error)
         if first.exitcode not in _EXPLAINED:
             how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with {first.exitcode}"
             during = " during the stop" if stop_signals else ""

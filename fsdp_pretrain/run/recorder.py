@@ -96,7 +96,7 @@ class Recorder:
         )
 
     def ended(self, text: str, *, code: int, refused: bool = False, **facts: Any) -> None:
-        """Record the end; if this start trained, with the tokens trained and those in no checkpoint.
+        """Record the end; if this start trained, with the tokens trained and those in no verified checkpoint.
 
         `refused`: the reason is printed as an error, so that a start that did not train need not print it again.
         """

@@ -311,20 +311,11 @@ def _add_progress(report: StatusReport, run: RunDir) -> None:
 
 
 def _add_scores(report: StatusReport, run: RunDir) -> None:
-    """Add the scores of the newest evaluated checkpoint that no rollback has left behind."""
-    scored: list[dict[str, Any]] = []
-    for entry in journal.read(run):
-        if entry["kind"] == "eval":
-            scored.append(entry)
-        elif entry["kind"] in ("rollback", "fresh"):
-            scored = [one for one in scored if _step(one) <= _step(entry)]
+    """Add the scores of the newest evaluated checkpoint that no rollback or fork has left behind."""
+    scored = journal.of_kind(lineage.drop_abandoned(journal.read(run)), "eval")
     if scored:
-        newest = max(scored, key=_step)
-        report.evaluated = f"step {_step(newest):_}, {newest['text']}"
-
-
-def _step(entry: dict[str, Any]) -> int:
-    return entry.get("step") or 0
+        newest = max(reversed(scored), key=lambda entry: int(entry["step"]))
+        report.evaluated = f"step {newest['step']:_}, {newest['text']}"
 
 
 def _add_goodput(report: StatusReport, run: RunDir) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -107,13 +106,14 @@ def _attention(record: RunRecord) -> Iterator[str]:
     if len(problems) > _MOST:
         yield f"and {len(problems) - _MOST} more: see fsdp-pretrain status"
     if not problems:
-        yield "nothing is wrong now" + _incidents(record.entries)
+        yield "nothing is wrong now" + _incidents(record)
 
 
-def _incidents(entries: list[dict[str, Any]]) -> str:
-    """The alarms that were more than a notice and are over, each named once."""
-    alarms = [entry for entry in entries if entry["kind"] == "alarm" and entry.get("step")]
-    severe = [entry for entry in alarms if entry.get("severity") in _SEVERE]
-    names = [*dict.fromkeys(str(entry["key"]) for entry in severe if entry.get("state") == "open")]
+def _incidents(record: RunRecord) -> str:
+    """The alarms and incidents that were more than a notice and are over, each named once."""
+    ends = [at for at, entry in enumerate(record.entries) if entry["kind"] == "stop" and entry.get("code") == 0]
+    until = ends[-1] if ends and record.report.state == "complete" else None  # later starts trained nothing
+    severe = [entry for entry in record.entries[:until] if entry.get("severity") in _SEVERE]
+    names = [*dict.fromkeys(str(entry.get("key", "?")) for entry in severe if entry["kind"] in ("alarm", "health"))]
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return f"; over: {', '.join(names[:_MOST])}{more}" if names else ""

@@ -69,9 +69,11 @@ class PageHeartbeat(Heartbeat):
         self._tended = time.monotonic()
 
     def _stay_alive(self) -> None:
+        requests = select.poll()
+        requests.register(self._requests, select.POLLIN)
         while True:
             self._page.alive(str(next(iter([*self._reading.values()]), "")).encode())
-            if select.select([self._requests], [], [], _INTERVAL)[0]:
+            if requests.poll(_INTERVAL * 1000):
                 os.read(self._requests, 1 << 12)
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
 

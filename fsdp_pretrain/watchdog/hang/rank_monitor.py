@@ -61,6 +61,7 @@ class Rank:
         self._requests = requests_of(pages, number)
         self.dumps = Dumps(pages / f"rank-{number}.stacks")
         self.stack: Stack | None = None
+        self._forced = False
         self.recorder = FlightRecorder(pages, number)
 
     def read_page(self) -> None:
@@ -99,6 +100,7 @@ class Rank:
     def ask_stack(self) -> None:
         """Request a stack dump from the rank's background thread, which makes it while no other thread runs Python."""
         self.dumps.skip()
+        self._forced = False
         with contextlib.suppress(OSError):
             pipe = os.open(self._requests, os.O_WRONLY | os.O_NONBLOCK)
             try:
@@ -108,8 +110,11 @@ class Rank:
 
     def force_stack(self) -> None:
         """Make a signal handler dump the stacks, at C level: for a rank whose interpreter is wedged. In one that runs,
-        the handler may meet a frame that changes, and crash (https://github.com/python/cpython/issues/116008)."""
-        self.signal(signal.SIGUSR2)
+        the handler may meet a frame that changes, and crash (https://github.com/python/cpython/issues/116008). So it is
+        done once per question at most."""
+        if not self._forced:
+            self._forced = True
+            self.signal(signal.SIGUSR2)
 
     @property
     def owes_stack(self) -> bool:
