@@ -131,13 +131,7 @@ CODES = {
 NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
 LONG = (
     *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
-    *(
-        "fsdp-data quickstart-corpus",
-        "fsdp-pretrain track",
-        "fsdp-pretrain aim",
-        "fsdp-pretrain tensorboard",
-        "fsdp-pretrain wandb",
-    ),
+    *("fsdp-data quickstart-corpus", "fsdp-pretrain track"),
     *(f"python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --{way}" for way in ("peers", "sweep", "saves")),
 )
 QUICKSTART = """
