@@ -37,6 +37,7 @@ def changes(times: np.ndarray, phases: list[int] | None = None) -> list[PaceChan
 
 
 @pytest.mark.slow
+@pytest.mark.promise("pace")
 def test_no_incident_in_a_million_steps() -> None:
     for seed in range(5):
         assert [c for c in changes(noise(seed, 200_000)) if c.kind != "faster"] == []

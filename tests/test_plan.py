@@ -61,11 +61,11 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     ("arguments", "expected"),
     [
         (["model.declared_params=57_000"], ["declared_params = 57_000", "51_360 parameters (-9.9%)"]),
-        (["--world-size", "3"], ["do not split over 3 ranks", "feasible world sizes: 1, 2, 4"]),
+        (["--world-size", "3"], ["does not split over 3 ranks", "feasible world sizes: 1, 2, 4"]),
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (
             ["parallel.shard=2", "--world-size", "3"],
-            ["shard = 2 does not divide", "do not split over 3", "sizes: 2, 4"],
+            ["shard = 2 does not divide", "does not split over 3", "sizes: 2, 4"],
         ),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),

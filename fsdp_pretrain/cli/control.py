@@ -64,8 +64,8 @@ def running_job(run: RunDir) -> StatusReport:
     if not report.running:
         raise ConfigError(
             f"no job of {run.path} is running (state {report.state})",
-            effect="the request would wait for a later start, which discards it",
-            remedy="start the run, then repeat the command",
+            effect="nobody would answer the request",
+            remedy="" if report.state == "complete" else "start the run, then repeat the command",
         )
     return report
 

@@ -132,8 +132,8 @@ def note(args: argparse.Namespace) -> int:
 
 @verb("goodput", _EXAMPLE, RUN_OR_URL, JSON)
 def goodput(args: argparse.Namespace) -> int:
-    """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and
-    how often to save."""
+    """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and,
+    after failures, how often to save."""
     from fsdp_pretrain.run.goodput import goodput as account
     from fsdp_pretrain.run.goodput import render
 

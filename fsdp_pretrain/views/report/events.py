@@ -75,6 +75,8 @@ def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
     if entry.get("by"):
         text += f" ({entry['by']})"
     mark = max(mark, Mark.STRIP) if severity else mark
+    if kind == "changed" and not entry.get("changes"):
+        mark = Mark.TABLE
     return Event(lines.locate(step, seconds_of(entry["time"])), group, kind, text[:_LONGEST], severity, mark)
 
 
