@@ -22,6 +22,8 @@ from .following import RunFollower
 _SECONDS = 1.0
 _FLEET_SECONDS, _FLEET_SHARE = 5.0, 50
 """All runs under a directory are read again after these seconds, or this many times what reading took, if more."""
+_PIPED = 160
+"""Columns of what is printed into a file or pipe, where nothing says how many there are."""
 _SILENT = 5.0
 """Seconds after which storage that does not answer is reported."""
 
@@ -30,7 +32,8 @@ def console() -> Console:
     """Standard output; characters that it cannot show become question marks."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    return Console(highlight=False)
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED
+    return Console(highlight=False, width=wide)
 
 
 def is_live() -> bool:
