@@ -133,7 +133,7 @@ def save(
             store.discard(attempt)
         raise
     checkpoint = _read_back(world, store, checkpoint)
-    room: Note = ("checkpoint-room", "to make room: all but the two newest verified checkpoints")
+    room: Note = ("checkpoint-room", "deleted before this save: all but the two newest verified ones")
     notes = (room,) if pruned else ()
     return SaveResult(checkpoint, manifest, written, time.perf_counter() - start, notes=notes)
 
