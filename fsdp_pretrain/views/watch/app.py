@@ -32,7 +32,7 @@ def console() -> Console:
     """Standard output; characters that it cannot show become question marks."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _PIPED
     return Console(highlight=False, width=wide)
 
 
