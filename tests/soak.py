@@ -5,7 +5,7 @@
 
 `null` trains the quickstart model with saves and evaluations under default settings: no alarm of WARN or worse.
 `faults` breaks a small run every 20 to 60 seconds, one fault after the other, and then compares it with an undisturbed
-run: the same curve to the bit, no process left, at most one page per fault, a ledger that adds up, and the documented
+run: the same curve to the bit, no process left, at most two pages per fault, a ledger that adds up, and the documented
 exit codes. Exit 0 if all of that holds. The folder of the run is kept, and printed at the end.
 """
 
