@@ -76,7 +76,7 @@ def _powers(count: int) -> tuple[Hashes, Hashes]:
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):
         factors = np.full(count, base, dtype=np.uint64)
         factors[0] = 1
-        rows.append(np.cumprod(factors))
+        rows.append(np.cumprod(factors, dtype=np.uint64))
     return rows[0], rows[1]
 
 
