@@ -246,14 +246,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._log(0, "hang")
             return
-        draw = self._draw(faults)
+        draw, times = self._draw(faults)
         if faults.expired or draw.random() < faults.failing:
             self._refuse(faults.expired or faults.status, "expired" if faults.expired else "failing")
             return
         passed = {key: value for key, value in self.headers.items() if key.lower() not in _HOP}
         fault = ""
         if self.command == "PUT" and body and draw.random() < faults.spoiled:
-            fault, body = "spoiled", _with_a_wrong_byte(body, draw.random())
+            fault, body = "spoiled", _with_a_wrong_byte(body, draw.random(), times)
         status, headers, content = self.store._direct(self.command, self.path, body, passed)
         if self.command in ("PUT", "DELETE") and draw.random() < faults.unanswered:
             self.close_connection = True
@@ -263,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             cut, corrupt, place = draw.random() < faults.cut, draw.random() < faults.corrupt, draw.random()
             fault = "cut" if cut else "corrupt" if corrupt else ""
             if fault == "corrupt":
-                content = _with_a_wrong_byte(content, place)
+                content = _with_a_wrong_byte(content, place, times)
         length = next((value for key, value in headers if key.lower() == "content-length"), "0")
         self.send_response_only(status)
         for key, value in headers:
@@ -283,11 +283,13 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.store.faults
         return faults if re.match(faults.objects, self._name) else Faults()
 
-    def _draw(self, faults: Faults) -> random.Random:
+    def _draw(self, faults: Faults) -> tuple[random.Random, int]:
+        """What is drawn for a request, and how often it was asked for."""
         what = (self.command, self._name, self.path.partition("?")[2], self.headers.get("Range", ""))
         self.store._asked[what] += 1
-        text = repr((faults.seed, *what, self.store._asked[what]))
-        return random.Random(hashlib.sha256(text.encode()).digest())
+        times = self.store._asked[what]
+        text = repr((faults.seed, *what, times))
+        return random.Random(hashlib.sha256(text.encode()).digest()), times
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -318,9 +320,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
 
-def _with_a_wrong_byte(content: bytes, place: float) -> bytes:
+def _with_a_wrong_byte(content: bytes, place: float, times: int) -> bytes:
+    """Wrong in another way each time: what comes twice is taken as what is stored."""
     at = int(place * len(content))
-    return content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
+    return content[:at] + bytes([content[at] ^ (1 + times % 255)]) + content[at + 1 :]
 
 
 @contextlib.contextmanager

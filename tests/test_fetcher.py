@@ -197,6 +197,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
     node.start()
     try:
         found = node.train(50)
+        until(lambda: sum(block.stat().st_size for block in present(disk)) > 350_000)  # or a step would not fit
         space = os.statvfs(disk)
         ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - (16 << 10)))
         found += node.train(1500)
