@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_pretrain.config.config import load
@@ -66,6 +66,7 @@ def test_other_quantities() -> None:
 TR11 = BatchSchedule(2048, Ramp(192, 16, 0, 9_765_625))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 30), st.integers(0, 5000), st.integers(1, 20_000))
 def test_stages_agree_with_walking_step_by_step(first: int, by: int, increments: int, start: int, length: int) -> None:
     schedule = BatchSchedule(first + by * increments, Ramp(first, by, start, start + length))

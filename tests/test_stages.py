@@ -214,6 +214,7 @@ def test_clocks_in_tokens_count_the_tokens_trained(lab: Any) -> None:
     every = Progress(256, "token")
     due = [s for s in range(1, schedule.steps + 1) if schedule.due(every, step=s, before=8 * s - 8, after=8 * s)]
     assert due == [s for s in range(1, schedule.steps + 1) if sums[8 * s] // 256 > sums[8 * s - 8] // 256]
+    assert STAGES.interval(every) == -(-256 // STAGES.lengths[-1]) and STAGES.interval(Progress(7, "sample")) == 7
 
 
 @quick

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Run
 
@@ -148,6 +148,7 @@ def test_ramps_go_on_from_where_they_are() -> None:
     assert 30 not in {row["step"] for row in schedule(rewarm(90, 1)).preview()}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.1, 1.0)), max_size=6), st.integers(1, 100))
 @pytest.mark.promise("schedules")
 def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: int) -> None:
@@ -367,6 +368,7 @@ def test_settings_differ_where_a_value_of_a_step_does(before: str, after: str, s
 
 
 @pytest.mark.quick
+@settings(deadline=None)
 @given(st.integers(0, 10**4), st.integers(0, 500), st.booleans())
 def test_steps_are_counted_from_anywhere(consumed: int, steps: int, ramped: bool) -> None:
     """As by taking them one by one."""
