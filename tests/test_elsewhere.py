@@ -189,9 +189,9 @@ def test_storage_that_is_away_and_comes_back_in_time(elsewhere: Any, helpers: An
     job = there.start(there.config(total, batch=batch, size=size, read_timeout="140 s"))
     there.reach(5, job)
     there.store.faults, before = Faults(refuse=True), newest_step(there.run)
-    until(lambda: newest_step(there.run) > before)
     alarm = until(lambda: [found for found in alarms(there.run) if found["key"].startswith("corpus-storage/")], 60)[0]
     assert f"{there.url}/shards/shard-" in json.dumps(alarm)
+    assert newest_step(there.run) > before
     there.store.faults = Faults()
     assert job.wait(10 * PATIENCE) == [0] * 4, job.output()
     assert [line["data_digest"] for line in helpers.metrics(there.run)] == digests(there.corpus, batch, total)
