@@ -17,7 +17,7 @@ import pytest
 import tomli_w
 from object_store import Faults, ObjectStore
 from processes import LAUNCH, python_path, spawn
-from sight import PATIENCE, PATIENT, alarms, rank_of, until
+from sight import PATIENCE, PATIENT, agents, alarms, rank_of, until
 from test_launch import HASTE
 from test_mirror import Carried
 from watch import Watch
@@ -180,7 +180,8 @@ def test_a_launcher_restores_once_and_restarts_as_ever(
     assert job.wait() == [75, 75], job.output()
     steered, newest = load(run / "config.toml").timeline, max(mirrored(object_store))
     gates()
-    shutil.rmtree(run)
+    until(lambda: not agents(run), what="the end of the watchdog, which writes there")
+    until(lambda: shutil.rmtree(run, ignore_errors=True) or not run.exists(), what="its removal")
     run.mkdir()
 
     log, segment = lab.path / "log", RunDir(run).segment

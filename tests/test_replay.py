@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,13 +115,14 @@ def test_four_ranks_repeat_themselves(lab: Any, helpers: Any, start_command: Any
 
 @pytest.mark.slow
 def test_the_command_starts_the_ranks_of_the_run(lab: Any, run_command: Run) -> None:
-    """Under torchrun, as many as trained it; with fewer, equal bits are not promised, and the exit code says so."""
-    lab.train(lab.config(train={"duration": "4 steps"}, checkpoint={"every": "2 steps"}), ranks=2)
-    done = run_command(CLI, "replay", lab.path / "run", "--from", 2, "--steps", 2, timeout=300)
+    """Under torchrun, as many as trained it; with fewer, equal bits are not promised, and the exit code says so: sums in
+    another order are rounded otherwise in some of 16 steps, on any processor."""
+    lab.train(lab.config(train={"duration": "24 steps"}, checkpoint={"every": "8 steps"}), ranks=2)
+    done = run_command(CLI, "replay", lab.path / "run", "--from", 8, "--steps", 2, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("\nequal\n"), done.stderr
-    alone = run_command(CLI, "replay", lab.path / "run", "--from", 2, "--nproc-per-node", 1)
-    assert alone.returncode == 1 and "world.size: 2 -> 1" in alone.stdout, alone.stderr
-    assert "numerics differs first, in step 3" in alone.stdout
+    alone = run_command(CLI, "replay", lab.path / "run", "--from", 8, "--steps", 16, "--nproc-per-node", 1)
+    assert alone.returncode == 1 and "world.size: 2 -> 1" in alone.stdout, alone.stdout
+    assert re.search(r"numerics differs first, in step \d+", alone.stdout)
 
 
 def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_command: Run, replay: Any) -> None:

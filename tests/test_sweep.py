@@ -115,6 +115,13 @@ def test_one_rank_of_many_is_timed(lab: Any, run_command: Run, tmp_path: Path) -
     assert done.returncode == 78 and "--fake-ranks times steps on one device" in done.stderr
 
 
+def test_a_way_that_takes_too_long_is_named(lab: Any, run_command: Run) -> None:
+    """It is ended and counts as one that does not fit."""
+    done = run_command("fsdp_pretrain.bench", lab.config(), "--sweep", "--limit", 0.5)
+    assert done.returncode == 1 and "not finished after 0.5 seconds" in done.stdout, done.stderr
+    assert "nothing fits" in done.stdout and "Traceback" not in done.stderr
+
+
 @pytest.mark.quick
 def test_what_cannot_be_swept_is_refused(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--sweep", "--ranks", 3)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,8 +25,8 @@ from fsdp_pretrain.data.corpus.manifest import load_json
 from fsdp_pretrain.data.text.bad_records import BadRecords
 from fsdp_pretrain.data.text.holdout import text_digest
 from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards
-from fsdp_pretrain.errors import DataError, naming
-from fsdp_pretrain.files import replace_file
+from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file, replacing
 from fsdp_pretrain.units import human_count
 
 from .jobs import Job, Task, summed, write_record
@@ -124,19 +123,14 @@ def _line(document: Document) -> bytes:
 
 def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
     """Merge the parts into the file, atomically. Returns the numbers of its documents and of their characters."""
-    target, documents, characters = out / HELDOUT, 0, 0
-    partial = target.with_name(f".{HELDOUT}.partial")
-    with ExitStack() as stack, naming(target):
+    documents, characters = 0, 0
+    with replacing(out / HELDOUT) as file, ExitStack() as stack:
         parts = [stack.enter_context((out / f"{task.name}.jsonl").open("rb")) for task in tasks]
-        file = stack.enter_context(partial.open("wb"))
         for line in _without_repeats(heapq.merge(*parts)):
             content = line[_DIGEST_LENGTH:]
             file.write(content)
             documents += 1
             characters += sum(map(len, json.loads(content).values()))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(target)
     return documents, characters
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.models.flops import Speed
-from fsdp_pretrain.processes import run_module
+from fsdp_pretrain.processes import NoAnswerError, run_module
 from fsdp_pretrain.units import human_bytes, human_count
 
 LIMIT = 900.0
@@ -83,8 +82,8 @@ def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> Measured
         result = Path(folder) / "result.json"
         try:
             done = run_module(*module, *command, "--result", str(result), environment=threads, limit=limit)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {limit:.0f} seconds"
+        except NoAnswerError:
+            return f"not finished after {limit:g} seconds"
         if done.returncode or not result.exists():
             return reason(done.stderr.decode(errors="replace"))
         return MeasuredSteps.from_json(json.loads(result.read_text(encoding="utf-8")))

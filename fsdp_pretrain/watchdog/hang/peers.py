@@ -7,7 +7,6 @@ failed. Silence is measured on the reader's own clock, so clocks need not agree.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.run import state_files
-from fsdp_pretrain.run.files import replace_file
 from fsdp_pretrain.severity import Severity, SeverityName
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
@@ -139,8 +137,8 @@ class PeerNodes:
             return
         self._written, self._reported = time.monotonic(), content
         with contextlib.suppress(OSError):
-            text = json.dumps(report.model_dump(mode="json", exclude_unset=True))
-            replace_file(self._directory / f"{self.node}.json", text)
+            values = report.model_dump(mode="json", exclude_unset=True)
+            state_files.write(self._directory / f"{self.node}.json", values)
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
         """Read other nodes' reports, once per beat. Returns whether a beat was due.

@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from pydantic_core import to_json
 
 from fsdp_pretrain.processes import Worker
 from fsdp_pretrain.run import state_files
-from fsdp_pretrain.run.files import replace_file
 from fsdp_pretrain.severity import Severity
 
 from .alarms import Alarm
@@ -145,9 +142,9 @@ class Dispatcher:
                 at=time,
                 own=own or self._has_own_message(alarm),
             )
-        text = to_json(self._memory).decode() + "\n"
+        memory = asdict(self._memory)
         with contextlib.suppress(OSError):  # then it is saved with the next one
-            self._disk.call(lambda: replace_file(self._file, text), _DISK_SECONDS)
+            self._disk.call(lambda: state_files.write(self._file, memory), _DISK_SECONDS)
 
 
 def _since(at: float, time: float) -> float:

@@ -5,7 +5,6 @@ Unknown values are left out, so that an alert rule sees a missing series instead
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time
@@ -14,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_pretrain.run.files import RunDir, now, replace_file
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, now
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -65,7 +65,7 @@ def write_snapshot(run: RunDir, snapshot: Snapshot) -> None:
     """Write the values that are known and that JSON can hold. Raises OSError."""
     known = {key: value for key, value in snapshot.items() if value is not None and value != {}}
     numbers = {key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)}
-    replace_file(snapshot_file(run), json.dumps({"time": now(), "host": socket.gethostname(), **numbers}))
+    state_files.write(snapshot_file(run), {"time": now(), "host": socket.gethostname(), **numbers})
 
 
 class Exporter:
