@@ -17,7 +17,8 @@ from fsdp_pretrain.bench import steps
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import ParallelSection, Recompute
-from fsdp_pretrain.heartbeat import Heartbeat
+from fsdp_pretrain.data.packing.loader import StepBatch
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.fsdp import materialise
@@ -77,7 +78,17 @@ def test_all_blocks_are_one_graph_through_a_run(family: str, recompute: Recomput
 
 
 class Watched(Heartbeat):
-    """A heartbeat that leaves nothing, with which the steps of a rank are timed, by hooks on its blocks."""
+    """A heartbeat with which the steps of a rank are timed, by hooks on its blocks; keeps the phases of each step."""
+
+    def __init__(self) -> None:
+        self.phases = list[list[Phase]]()
+
+    def step(self, step: int) -> None:
+        self.phases.append([])
+
+    def beat(self, phase: Phase) -> None:
+        if self.phases:
+            self.phases[-1].append(phase)
 
 
 def test_compiled_blocks_train_as_others_under_fsdp_and_its_hooks(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +110,36 @@ def test_compiled_blocks_train_as_others_under_fsdp_and_its_hooks(lab: Any, monk
     assert len(curves[0]) == 3 and curves[0] == pytest.approx(curves[2], rel=1e-4)
     assert curves[0] == curves[1]  # a measurement before and between steps changes no graph of theirs
     assert measured == [pytest.approx(measured[1], rel=1e-4), measured[1]]
+
+
+@pytest.mark.parametrize(("compiled", "staged"), [(True, True), (True, False), (False, True)])
+def test_the_first_pass_over_samples_of_a_length_has_the_deadline_of_loading(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, compiled: bool, staged: bool
+) -> None:
+    """It may compile for minutes, which is no hang; every other pass has the deadline of steps."""
+    plain, widths, heartbeat = torch.compile, iter([8, 8, 16, 8]), Watched()
+    monkeypatch.setattr(torch, "compile", lambda function, **how: plain(function, backend="eager", **how))
+
+    class Growing(steps.RandomSteps):
+        """The samples of each step are cut to the next of the widths."""
+
+        def __next__(self) -> StepBatch:
+            batch, width = super().__next__(), next(widths)
+            for micro in batch.micro:
+                micro.tokens = micro.tokens[:, : width + 1]
+            batch.targets = sum(micro.tokens[:, 1:].numel() for micro in batch.micro)
+            return batch
+
+    monkeypatch.setattr(steps, "RandomSteps", Growing)
+    stages = [{"length": 8, "until": "8 samples"}] if staged else []
+    path = lab.config(
+        data={"sequence_length": 16, "stages": stages}, model={"layers": 1}, train={"global_batch": "4 samples"}
+    )
+    with mesh.connect(ParallelSection()) as world:
+        config = load(path, [f"parallel.compile={str(compiled).lower()}", "train.micro_batch=2"])
+        trainer = steps.build(config, world, heartbeat)
+        for _ in range(4):
+            trainer.step()
+    passes = [[phase for phase in step if phase in (Phase.LOAD, Phase.COMPUTE)][:2] for step in heartbeat.phases]
+    again, first = [Phase.COMPUTE, Phase.COMPUTE], [Phase.LOAD, Phase.COMPUTE]
+    assert passes == ([first, again, first, again] if compiled and staged else [again] * 4)
