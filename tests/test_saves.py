@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from machines import Disk
+from processes import spawn
+from sight import until
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_pretrain.checkpoint.async_save import Stager
@@ -109,6 +114,23 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> Non
         for run in ("run", "waiting")
     ]
     assert len(set(digests[0])) == 10 and digests[0] == digests[1]
+
+
+def test_ctrl_c_of_the_benchmark_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+    """Neither a checkpoint of many GB, nor an abort because a thread still writes one."""
+    line = [
+        sys.executable,
+        "-m",
+        "fsdp_pretrain.bench",
+        lab.config(model={"vocab": 200_000}),
+        "--saves",
+        tmp_path / "to",
+    ]
+    process = spawn([*line, "--rounds", 1000, "--steps", 1, "--warmup", 1], tmp_path / "log")
+    until(lambda: list(tmp_path.glob("to/bench-saves/*")), what=(tmp_path / "log").read_text)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130 and (tmp_path / "log").read_text() == "interrupted\n"
+    assert not list((tmp_path / "to").iterdir())
 
 
 @pytest.mark.shows("D13")

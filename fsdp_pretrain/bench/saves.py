@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from . import steps as step_bench
 from .measured import Spread
 
 _BLOCK = 1 << 22
+_END_SECONDS = 60.0
+"""Longest wait for a save in the background after Ctrl-C: other ranks that have ended would let it wait forever."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ def measure(config: Config, world: World, directory: Path, *, rounds: int, steps
     stager, writers = Stager(world.device), world.with_host_group(world.new_group())
     results = []
     for number in range(rounds + 1):
-        results.append(_round(trainer, world, writers, stager, place, number, steps))
-        if world.is_main:
-            shutil.rmtree(place, ignore_errors=True)
+        try:
+            results.append(_round(trainer, world, writers, stager, place, number, steps))
+        finally:  # after Ctrl-C too
+            if world.is_main:
+                shutil.rmtree(place, ignore_errors=True)
         world.barrier()
     return results[1:]
 
@@ -81,9 +86,13 @@ def _round(
     pending = in_background(lambda: save(writers, 2, copy))
     stall = time.perf_counter() - start
     steps_meanwhile = 0
-    while not all(world.gather(pending.done())):
-        step_bench.run_steps(trainer, 1)
-        steps_meanwhile += 1
+    try:
+        while not all(world.gather(pending.done())):
+            step_bench.run_steps(trainer, 1)
+            steps_meanwhile += 1
+    except KeyboardInterrupt:
+        wait([pending], _END_SECONDS)  # what it writes is removed next
+        raise
     pending.result()
     excess = time.perf_counter() - start - steps_meanwhile * usual
     slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
