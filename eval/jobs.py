@@ -76,7 +76,6 @@ def claim(job: Job) -> Iterator[Work | None]:
 @contextmanager
 def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
     """Hold the claim on a job's folder, which records `facts`; yields None if another worker holds it."""
-    make_directory(folder)
     path = folder / "claim.json"
     drop_if_dead(path)
     lease = Lease.take(path, **facts)

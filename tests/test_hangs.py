@@ -277,13 +277,19 @@ def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watc
 @pytest.mark.shows("D16", "F25")
 @pytest.mark.promise("no-orphans")
 def test_nothing_outlives_a_killed_torchrun(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
-    """The agent ends the ranks that a killed torchrun leaves, and itself."""
+    """The agent ends the ranks that a killed torchrun leaves, and itself. Signals that a scheduler sends to every process
+    of a job do not end it before."""
     run, line = lab.path / "run", [*TORCHRUN, "--standalone", "--nproc-per-node", 2]
     job = spawn([*line, "-m", "fsdp_pretrain.train", watched(watchdog=PATIENT)], lab.path / "torchrun.log")
     processes = [job.pid]
     try:
         until(lambda: steps(run) > 10)
-        processes += [*family(job.pid), *helpers.agents(run)]
+        (agent,) = helpers.agents(run)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            os.kill(agent, number)
+        until(lambda: steps(run) > 20)
+        assert helpers.agents(run) == [agent]
+        processes += [*family(job.pid), agent]
         assert len(processes) >= 4
         job.kill()
         job.wait()
