@@ -118,19 +118,12 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> Non
 
 def test_ctrl_c_of_the_benchmark_leaves_nothing(lab: Any, tmp_path: Path) -> None:
     """Neither a checkpoint of many GB, nor an abort because a thread still writes one."""
-    line = [
-        sys.executable,
-        "-m",
-        "fsdp_pretrain.bench",
-        lab.config(model={"vocab": 200_000}),
-        "--saves",
-        tmp_path / "to",
-    ]
-    process = spawn([*line, "--rounds", 1000, "--steps", 1, "--warmup", 1], tmp_path / "log")
-    until(lambda: list(tmp_path.glob("to/bench-saves/*")), what=(tmp_path / "log").read_text)
+    to, line = tmp_path / "to", [sys.executable, "-m", "fsdp_pretrain.bench", lab.config(model={"vocab": 200_000})]
+    process = spawn([*line, "--saves", to, "--rounds", 1000, "--steps", 1, "--warmup", 1], tmp_path / "log")
+    until(lambda: list(to.glob("bench-saves/*")), what=(tmp_path / "log").read_text)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130 and (tmp_path / "log").read_text() == "interrupted\n"
-    assert not list((tmp_path / "to").iterdir())
+    assert not list(to.iterdir())
 
 
 @pytest.mark.shows("D13")

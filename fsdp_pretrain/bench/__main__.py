@@ -10,4 +10,6 @@ from .main import main
 if __name__ == "__main__":
     code = run_guarded(main)
     sys.stdout.flush()
-    exit_now(code)  # after Ctrl-C a thread may still write a checkpoint; an orderly end of Python would abort over it
+    exit_now(
+        code
+    )  # threads may still run, which Python's orderly end would abort over: a save after Ctrl-C, a library's

@@ -14,7 +14,6 @@ from fsdp_pretrain.console import Parser, positive
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import mesh
-from fsdp_pretrain.processes import exit_now
 
 from . import fake_ranks, measured, peers, saves, steps, sweep
 
@@ -38,7 +37,7 @@ def main() -> int:
     if args.side != peers.OURS:
         times = peers.measure_side(args.side, config, steps=args.steps, warmup=args.warmup)
         _deliver(args, asdict(times), steps.render(times))
-        exit_now(0)
+        return 0
     if args.fake_ranks and (args.saves or "RANK" in os.environ):
         raise ConfigError("--fake-ranks times steps on one device", remedy="start it without torchrun and --saves")
     ranks = args.fake_ranks
