@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import time
@@ -15,6 +16,32 @@ from .errors import naming
 
 _WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of file systems without hard links."""
+_LOCK_PAUSE = 0.05
+"""Seconds between two tries to take a lock."""
+
+
+def lock_file(path: Path, seconds: float) -> int | None:
+    """Take a lock among the processes of this host.
+
+    Returns:
+        A descriptor of the file, which is created if needed; closing it, or the end of this process, releases the lock.
+        None if another process still held it after `seconds`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(descriptor)
+                return None
+            time.sleep(_LOCK_PAUSE)
+        else:
+            return descriptor
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

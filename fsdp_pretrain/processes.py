@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,23 +63,6 @@ def start_module(
             output = stack.enter_context(log.open("ab"))
             options |= {"stdout": output, "stderr": output}
         return subprocess.Popen(command, env=variables, start_new_session=True, **options)
-
-
-def start_helper(module: str, *arguments: str, log: Path, nice: int = 0, text: bytes = b"") -> subprocess.Popen[bytes]:
-    """Start a module with an open standard input, which begins with `text` and ends when this process ends.
-
-    Its outputs go to a log, or nowhere if the log cannot be written. Raises OSError if the module cannot be started.
-    """
-    try:
-        log.parent.mkdir(exist_ok=True)
-        log.open("ab").close()
-    except OSError:
-        log = Path(os.devnull)
-    process = start_module(module, *arguments, nice=nice, log=log, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(text)
-    process.stdin.flush()
-    return process
 
 
 def run_module(
@@ -203,6 +187,24 @@ def process_stat(pid: int) -> list[str]:
         return []
 
 
+def is_same_process(pid: int, started: float) -> bool:
+    """Whether the process that had this `process_start` still exists, and is not a zombie."""
+    now = process_start(pid)
+    return now is not None and abs(now - started) <= 1
+
+
+def launched_at(pid: int) -> float:
+    """When a process started, in seconds since 1970; more exact than psutil, whose boot time is in whole seconds.
+
+    Raises psutil.NoSuchProcess.
+    """
+    if hasattr(time, "CLOCK_BOOTTIME") and (stat := process_stat(pid)):
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - float(stat[19]) / os.sysconf("SC_CLK_TCK"))
+    import psutil
+
+    return psutil.Process(pid).create_time()
+
+
 def process_start(pid: int) -> float | None:
     """Start time of a process, comparable within a host; None if there is no such live process.
 
@@ -228,23 +230,6 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         exit_now(1)
-
-
-def end_with_input(asked: Callable[[], object] = lambda: None) -> None:
-    """In a process of `start_helper`: exit when standard input ends, and call `asked`, in a thread, for its first line.
-
-    Requests to stop are ignored, since schedulers send them to every process of a job.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-    def listen() -> None:
-        if sys.stdin.readline():
-            asked()
-        sys.stdin.read()
-        exit_now(0)
-
-    threading.Thread(target=listen, daemon=True).start()
 
 
 def exit_now(code: int) -> NoReturn:

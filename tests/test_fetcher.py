@@ -76,7 +76,7 @@ class Node:
 
     @property
     def pid(self) -> int:
-        return int(until(lambda: self.fetching.process).pid)
+        return int(until(lambda: self.fetching.helper.process).pid)
 
     def train(self, steps: int) -> list[int]:
         """The digest of each step."""
@@ -125,8 +125,9 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
     found += node.train(250)
     assert found == local(corpus, 450)
     assert not node.status.problem and node.pid != killed
+    process = node.fetching.helper.process
     node.fetching.close()
-    until(lambda: node.fetching.process.poll() is not None)
+    until(lambda: process.poll() is not None)
 
 
 def present(path: Path) -> list[Path]:

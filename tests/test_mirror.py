@@ -19,7 +19,8 @@ from sight import until
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
-from fsdp_pretrain.job.mirroring import UploaderProcess
+from fsdp_pretrain.helper_process import HelperProcess
+from fsdp_pretrain.job.mirroring import start_uploader
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import Restoration, compare_with_mirror, restore
 from fsdp_pretrain.mirror.uploader import Uploader
@@ -69,8 +70,8 @@ class Carried:
         own_id = run_id.read(self.run.path) or ""
         return Uploader(self.config, self.run, own_id, 1, RunMirror(self.config, patience=0))
 
-    def process(self) -> UploaderProcess:
-        return UploaderProcess(self.run, segment=1)
+    def process(self) -> HelperProcess:
+        return start_uploader(self.run, segment=1)
 
     def copy(self, worker: Uploader | None = None) -> None:
         """Carry everything out."""
@@ -255,22 +256,21 @@ def test_a_mirror_does_not_follow_a_run_directory_that_goes(carried: Carried) ->
 
 @pytest.mark.shows("F53")
 def test_a_killed_uploader_comes_back(carried: Carried) -> None:
-    """As a process, ended by a word of the rank that minds it."""
+    """As a process, ended by a word of the rank that runs it."""
     process = carried.process()
     until(lambda: mirror_status.read(carried.run))
-    first = process._process
+    first = process.process
     assert first is not None
     first.kill()
-    until(lambda: process.ended)
+    died = "the process that copies ended with -9"
+    until(lambda: (report := mirror_status.read(carried.run, 1)) is not None and died in report.problem)
     carried.save(10)
-    process.ensure_running()  # with every checkpoint
-    died = mirror_status.read(carried.run, 1)
-    assert died is not None and "the process that copies ended with -9" in died.problem
     process.finish()
     until(lambda: process.ended, what=lambda: str(mirror_status.read(carried.run)))
     assert carried.whole() == [10]
     report = mirror_status.read(carried.run, 1)
-    assert report is not None and (report.newest, report.problem, process.steps_in_use()) == (10, "", [])
+    assert report is not None and (report.newest, report.problem) == (10, "")
+    assert not mirror_status.copied_steps(carried.run, 1)
     assert mirror_status.read(carried.run, 2) is None
 
 

@@ -63,7 +63,7 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Callable[
 def agent_of(run: Path, node: int) -> int:
     def find() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+            return [pid for pid in agents(run) if " ".join(psutil.Process(pid).cmdline()).endswith(f" node-{node}")]
         return []
 
     return int(until(find)[0])

@@ -1,18 +1,16 @@
-"""The fetcher process: `python -m fsdp_pretrain.data.fetch`, with its settings in the first line of its input.
+"""The fetcher process: `python -m fsdp_pretrain.data.fetch`.
 
 It ends when its input is closed, and so with the rank that started it, however that ends. See `process`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
-from fsdp_pretrain.processes import end_with_input
+from fsdp_pretrain.helper_process import end_with_input, read_settings
 
 from .fetcher import Fetcher
 from .process import FetcherSettings
@@ -20,7 +18,7 @@ from .process import FetcherSettings
 
 def main() -> None:
     """Run a fetcher."""
-    settings = FetcherSettings(*json.loads(sys.stdin.readline()))
+    settings = read_settings(FetcherSettings)
     end_with_input()
     try:
         fetcher = Fetcher(settings)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
-import subprocess
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,19 +14,20 @@ from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError, DataError, raising
 from fsdp_pretrain.fetcher_status import log_folder, status_file
-from fsdp_pretrain.processes import start_helper
+from fsdp_pretrain.files import lock_file
+from fsdp_pretrain.helper_process import HelperProcess
 from fsdp_pretrain.ranks import RankInfo
 
 from . import room
 
-_PAUSE, _END_SECONDS = 2.0, 5.0
-"""Seconds before a fetcher that died is restarted; seconds that it has to end."""
-_LOCK_SECONDS, _LOCK_PAUSE = 20.0, 0.05
-"""Seconds to wait for the lock, since a rank of an earlier start may still end; seconds between two tries."""
+_END_SECONDS = 5.0
+"""Seconds that a fetcher has to end."""
+_LOCK_SECONDS = 20.0
+"""Seconds to wait for the lock, since a rank of an earlier start may still end."""
 
 
 class FetcherSettings(NamedTuple):
-    """The settings of a fetcher: the first line of its input, as JSON."""
+    """The settings of a fetcher."""
 
     config: str
     """Configuration of the run, as TOML."""
@@ -51,7 +47,7 @@ class NodeFetching:
 
     Attributes:
         status: the fetcher's status file, which has its problems.
-        process: the fetcher's process, if this rank has started one.
+        helper: the fetcher, if this rank starts it.
 
     Raises:
         ConfigError: another run uses the cache.
@@ -60,32 +56,22 @@ class NodeFetching:
 
     def __init__(self, config: Config, pages: Path, ranks: RankInfo) -> None:
         self._config, self._pages, self._page = config, pages, progress.page_of(pages, ranks.rank)
-        self._leads, self._closed = ranks.local_rank == 0, threading.Event()
-        self._log = log_folder(config.run.dir) / f"node-{ranks.node}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.helper: HelperProcess | None = None
         here = ranks.of_node
         self.status = status_file(pages, here.start)
-        if self._leads:
+        if ranks.local_rank == 0:
             assert config.data.cache is not None
             self._lock = _lock_cache(config.data.cache.dir, config.run.dir)
             pages.mkdir(parents=True, exist_ok=True)
             for other in here:  # of an earlier start in the same process group
                 progress.page_of(pages, other).unlink(missing_ok=True)
             settings = FetcherSettings(config.to_toml(), str(pages), ranks.world, here.start, here.stop)
-            threading.Thread(target=self._supervise, args=(settings,), name="fetcher", daemon=True).start()
-
-    def _supervise(self, settings: FetcherSettings) -> None:
-        """Start the fetcher, and restart it whenever it ends. As a process it cannot take the rank down."""
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError):
-                text = json.dumps(settings).encode() + b"\n"
-                self.process = start_helper("fsdp_pretrain.data.fetch", log=self._log, text=text)
-                self.process.wait()
-            self._closed.wait(_PAUSE)
+            log = log_folder(config.run.dir) / f"node-{ranks.node}.log"
+            self.helper = HelperProcess("fsdp_pretrain.data.fetch", settings=settings, log=log)
 
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small for the packer's corpora."""
-        if self._leads:
+        if self.helper is not None:
             room.check(self._config, packer)
 
     def begin(self, start: Position) -> Callable[[Position], None]:
@@ -94,12 +80,9 @@ class NodeFetching:
 
     def close(self) -> None:
         """End the fetcher, if this rank started it, and remove this rank's page."""
-        if self._leads and not self._closed.is_set():
-            self._closed.set()
-            if self.process is not None and self.process.stdin is not None:
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                    self.process.stdin.close()
-                    self.process.wait(_END_SECONDS)
+        if self.helper is not None:
+            self.helper.close(_END_SECONDS)
+            self.helper = None
             os.close(self._lock)
             self.status.unlink(missing_ok=True)
         self._page.unlink(missing_ok=True)
@@ -117,19 +100,14 @@ def _lock_cache(cache: Path, run: Path) -> int:
         ConfigError: another run uses the directory.
         DataError: it cannot be written.
     """
-    until = time.monotonic() + _LOCK_SECONDS
     with raising(DataError, f"cannot write to the cache {cache}"):
         cache.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        while time.monotonic() < until:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.truncate(lock, 0)
-                os.pwrite(lock, str(run).encode(), 0)
-                return lock
-            time.sleep(_LOCK_PAUSE)
-        holder = os.pread(lock, 4096, 0).decode(errors="replace")
-        os.close(lock)
+        lock = lock_file(cache / "lock", _LOCK_SECONDS)
+        if lock is not None:
+            os.truncate(lock, 0)
+            os.pwrite(lock, str(run).encode(), 0)
+            return lock
+        holder = (cache / "lock").read_text(errors="replace")
     raise ConfigError(
         f"data.cache.dir = {cache} is in use by the run {holder}",
         effect="each run would drop the blocks that the other needs",

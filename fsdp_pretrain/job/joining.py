@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.manager import TrainingObjects
 from fsdp_pretrain.checkpoint.missing import MissingCheckpoint, missing
@@ -27,6 +25,7 @@ from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.plan.warnings import in_vain
+from fsdp_pretrain.processes import launched_at
 from fsdp_pretrain.run import environment as environments
 from fsdp_pretrain.run import exit_intent, lineage, overrides, run_id, state_files, status
 from fsdp_pretrain.run.environment import ENVIRONMENT
@@ -116,7 +115,7 @@ def refuse_unwanted_restart(run: RunDir) -> None:
     intent = exit_intent.read(path.parent)
     if intent is None or intent.restart or intent.code not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
         return
-    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
+    if path.stat().st_mtime > launched_at(os.getppid()):  # decided under this torchrun
         error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent.reason})")
         error.exit = Exit(intent.code)
         raise error

@@ -149,7 +149,7 @@ def _train(run: RunContext, guard: Callable[[], None], options: ResumeOptions, m
     corpora = phases.open_corpora(run)
     restored = phases.restore(run, corpora, options, memory)
     companions = phases.join(run, corpora, restored)
-    loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory)
+    loop = phases.build_loop(run, corpora, restored, guard=guard, memory=memory)
     if run.world.is_main:
         joining.record_ready(run, restored.resumed.state)
     outcome = conclude(loop.run(), loop, run)

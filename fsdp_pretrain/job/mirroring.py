@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import threading
 import time
 from concurrent.futures import Future, wait
+from functools import partial
 
 from fsdp_pretrain.checkpoint.async_save import in_background
-from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
+from fsdp_pretrain.helper_process import HelperProcess
 from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
+from fsdp_pretrain.mirror.uploader import UploaderSettings
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.processes import start_helper
 from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.units import human_time
 
 from .run_context import RunContext
@@ -63,58 +61,24 @@ def _ended(restoring: Future[None]) -> bool:
     return True
 
 
-class UploaderProcess(Observer):
-    """Runs the uploader of a run as a process that dies with this one, and restarts it if it dies.
+def start_uploader(run: RunDir, segment: int) -> HelperProcess:
+    """Start the uploader of a run with a mirror.
 
     Args:
-        run: the run directory, of a run with a mirror; the uploader reads the configuration of the segment.
-        segment: number of this start's segment.
+        segment: number of this start's segment, whose configuration it reads.
     """
-
-    def __init__(self, run: RunDir, segment: int) -> None:
-        self._run, self._segment = run, segment
-        self._command = [str(run.path), run_id.bound_to(run.path) or "", str(segment)]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.ensure_running()
-
-    def saved(self, result: SaveResult) -> None:
-        self.ensure_running()
-
-    def ensure_running(self) -> None:
-        """Start the uploader, or restart it if it died."""
-        if self._process is not None and not self.ended:
-            return
-        if self._process is not None:
-            mirror_status.tell_death(self._run, self._segment, self._process.returncode)
-        with contextlib.suppress(OSError):
-            log = mirror_status.folder(self._run) / "log"
-            self._process = start_helper("fsdp_pretrain.mirror.uploader", *self._command, log=log, nice=10)
-
-    def finish(self) -> None:
-        """Ask the uploader to copy what is left and to end; see `ended`."""
-        self.ensure_running()
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(b"finish\n")
-                self._process.stdin.flush()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the uploader has finished or died."""
-        return self._process is None or self._process.poll() is not None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the uploader has copied everything."""
-        return self._process is not None and self._process.poll() == 0
-
-    def steps_in_use(self) -> list[int]:
-        """The step whose checkpoint is being copied, if one is."""
-        report = mirror_status.read(self._run, self._segment)
-        return [] if report is None or report.copying is None else [report.copying]
+    settings = UploaderSettings(str(run.path), run_id.bound_to(run.path) or "", segment)
+    return HelperProcess(
+        "fsdp_pretrain.mirror.uploader",
+        str(run.path),
+        settings=settings,
+        log=mirror_status.folder(run) / "log",
+        nice=10,
+        died=partial(mirror_status.tell_death, run, segment),
+    )
 
 
-def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
+def flush_mirror(run: RunContext, uploader: HelperProcess | None, *, complete: bool) -> None:
     """Wait until the mirror has the last checkpoint and the record: up to ten minutes after a complete run, and up to
     20 seconds after a request to stop. Collective.
 

@@ -27,10 +27,12 @@ from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.health.history import recall
 from fsdp_pretrain.health.journal import HealthObserver, provenance
 from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.helper_process import HelperProcess
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
+from fsdp_pretrain.run import mirror_status
 from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
@@ -49,7 +51,7 @@ from fsdp_pretrain.watchdog.notify.channels import make_channels
 from . import joining
 from .evaluation_worker import EvaluationWorker
 from .live_control import LiveControl
-from .mirroring import UploaderProcess, flush_mirror
+from .mirroring import flush_mirror, start_uploader
 from .profiling import StepProfiler
 from .run_context import RunContext
 
@@ -142,7 +144,7 @@ class Companions:
     """Processes that rank 0 runs beside training; none on other ranks."""
 
     followers: Followers = field(default_factory=dict)  # those that feed the trackers, by tracker name
-    uploader: UploaderProcess | None = None  # that of the mirror, if there is one
+    uploader: HelperProcess | None = None  # that of the mirror, if there is one
 
     def finish(self, run: RunContext, *, complete: bool) -> None:
         """Wait for them to finish, for a limited time. Collective."""
@@ -162,7 +164,7 @@ def join(run: RunContext, corpora: OpenCorpora, restored: RestoredRun) -> Compan
     if not run.world.is_main:
         return Companions()
     mirrored = run.config.checkpoint.mirror is not None
-    uploader = UploaderProcess(recorder.run, recorder.number) if mirrored else None
+    uploader = start_uploader(recorder.run, recorder.number) if mirrored else None
     return Companions(start_followers(recorder.run), uploader)
 
 
@@ -170,7 +172,6 @@ def build_loop(
     run: RunContext,
     corpora: OpenCorpora,
     restored: RestoredRun,
-    companions: Companions,
     *,
     guard: Callable[[], None],
     memory: LauncherMemory,
@@ -182,8 +183,8 @@ def build_loop(
         memory: remembers every checkpoint for the next start under the same launcher.
     """
     config, world, recorder = run.config, run.world, run.recorder
-    training, state, uploader = restored.training, restored.resumed.state, companions.uploader
-    manager = _build_manager(training, recorder.number, guard, restored.health, uploader)
+    training, state = restored.training, restored.resumed.state
+    manager = _build_manager(training, recorder.number, guard, restored.health)
     unigrams = recorder.run.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
@@ -197,7 +198,6 @@ def build_loop(
         HealthObserver(restored.health, recorder, provenance(config, world.size)),
         RepeatCheck(config, world, restored.model, training.optimizer, scaler, recorder, run.heartbeat),
         EvaluationWorker(config, recorder, memory, main=world.is_main),
-        *([uploader] if uploader is not None else []),
         profiler,
         control,
         restored.own,
@@ -224,9 +224,7 @@ def _build_manager(
     segment: int,
     guard: Callable[[], None],
     health: Health,
-    uploader: UploaderProcess | None,
 ) -> CheckpointManager:
-    copied = uploader.steps_in_use if uploader is not None else list
     return CheckpointManager(
         training,
         segment=segment,
@@ -234,7 +232,10 @@ def _build_manager(
         protected=lambda: jobs.protected_steps(training.run, training.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
-        delete_last=lambda: {*copied(), *jobs.merged_steps(training.run, training.config)},
+        delete_last=lambda: {
+            *mirror_status.copied_steps(training.run, segment),
+            *jobs.merged_steps(training.run, training.config),
+        },
     )
 
 

@@ -1,7 +1,5 @@
 """Copies checkpoints and record to the mirror in a process of its own, so that storage that hangs cannot block a rank.
 
-    python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT
-
 A job has one, on the first node. Each pass lists the mirror, applies retention and copies one checkpoint, the newest
 first. Failures are reported (`run.mirror_status`) and retried.
 """
@@ -14,13 +12,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry, is_permanent
 from fsdp_pretrain.checkpoint.store import MANIFEST, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
-from fsdp_pretrain.processes import end_with_input, exit_now
+from fsdp_pretrain.helper_process import end_with_input, read_settings
+from fsdp_pretrain.processes import exit_now
 from fsdp_pretrain.run import lineage, mirror_status, run_id, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal
@@ -39,6 +39,16 @@ _PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)
 """Seconds before a failed pass is repeated; the last one for all later failures."""
 _LOOK_SECONDS, _RECORD_SECONDS = 5.0, 300.0
 """Seconds between looks for new checkpoints, and between copies of the record if there are none."""
+
+
+class UploaderSettings(NamedTuple):
+    """The settings of an uploader."""
+
+    run: str
+    """Run directory; its id is `run_id`."""
+    run_id: str
+    segment: int
+    """Number of this start's segment, whose configuration holds."""
 
 
 class Uploader:
@@ -171,15 +181,16 @@ def _raw(item: Checkpoint) -> bytes:
     return b""
 
 
-def main(path: str, own_id: str, number: str) -> int:
+def main() -> int:
     """Copy until the rank writes a line to standard input, and everything is copied."""
-    run, segment = RunDir(Path(path)), int(number)
+    settings = read_settings(UploaderSettings)
+    run = RunDir(Path(settings.run))
     finish = threading.Event()
     failures = 0
     end_with_input(finish.set)  # if the rank dies, so does this process; the next start has its own uploader
-    run_id.bind(run.path, own_id)
-    config = load_recorded(run.segment(segment) / "config.toml")
-    worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))
+    run_id.bind(run.path, settings.run_id)
+    config = load_recorded(run.segment(settings.segment) / "config.toml")
+    worker = Uploader(config, run, settings.run_id, settings.segment, RunMirror(config, patience=_PATIENCE))
     while True:
         try:
             pause, failures = worker.work(finish=finish.is_set()), 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import BusyError, StorageError, raising
-from fsdp_pretrain.processes import process_start
+from fsdp_pretrain.processes import is_same_process, process_start
 
 from . import state_files, status
 from .files import RunDir, make_directory, now
@@ -124,8 +124,7 @@ def is_alive(held: LeaseRecord | None) -> bool | None:
         return None
     if held.pid is None or held.process_started is None:
         return None
-    started = process_start(held.pid)
-    return started is not None and abs(started - held.process_started) <= 1
+    return is_same_process(held.pid, held.process_started)
 
 
 def _take_away(path: Path, held: LeaseRecord | None) -> None:

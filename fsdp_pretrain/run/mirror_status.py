@@ -37,6 +37,12 @@ def read(run: RunDir, segment: int | None = None) -> MirrorReport | None:
     return report if report is not None and segment in (None, report.segment) else None
 
 
+def copied_steps(run: RunDir, segment: int) -> list[int]:
+    """The step whose checkpoint the uploader of a segment copies, if it copies one."""
+    report = read(run, segment)
+    return [] if report is None or report.copying is None else [report.copying]
+
+
 def tell_death(run: RunDir, segment: int, code: int) -> None:
     """Report on behalf of the uploader that it has ended with an exit code."""
     report = read(run, segment) or MirrorReport(segment=segment)

@@ -13,12 +13,10 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from fsdp_pretrain import __version__, hardware
@@ -26,7 +24,7 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.resume_rules import changes, differences
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.processes import process_start, run_program
+from fsdp_pretrain.processes import launched_at, run_program
 from fsdp_pretrain.run import environment, state_files
 from fsdp_pretrain.run.environment import ENVIRONMENT
 from fsdp_pretrain.run.files import RunDir, now, stamp
@@ -63,7 +61,7 @@ def describe(world: World, hosts: list[str]) -> dict[str, Any]:
     variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
     return {
         "time": now(),
-        "launched": stamp(_launched()),
+        "launched": stamp(launched_at(os.getpid())),
         "command": sys.argv,
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
@@ -79,14 +77,6 @@ def describe(world: World, hosts: list[str]) -> dict[str, Any]:
         "git": _git_state(),
         "variables": variables,
     }
-
-
-def _launched() -> float:
-    """When this process started, in seconds since 1970; more exact than psutil, whose boot time is in whole seconds."""
-    started = process_start(os.getpid())
-    if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
-        return psutil.Process().create_time()
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
 
 
 def _nccl() -> str | None:

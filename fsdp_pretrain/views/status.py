@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.checkpoint import upcoming
@@ -22,6 +21,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import row
 from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.processes import process_start
 from fsdp_pretrain.run import goodput, journal, lineage, state_files
 from fsdp_pretrain.run.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT, ExitIntent
@@ -177,7 +177,7 @@ def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple
     of which `allowed` are normal."""
     if status.state in ENDED:
         return _reported_end(status)
-    here = run.fetched is None and status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
+    here = run.fetched is None and status.host == socket.gethostname() and process_start(status.pid or -1) is None
     if here or holder_died(run):
         return ALERT, f"its process {status.pid} exited without reporting a reason"
     if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do

@@ -1,7 +1,5 @@
 """The agent: one small process per node beside the ranks, which sees what they cannot see themselves.
 
-    python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
-
 A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
 Once a second it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as the
 last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to it.
@@ -9,9 +7,7 @@ last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -19,14 +15,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.config import Config, parse
 from fsdp_pretrain.errors import Exit, StorageError, UserError
+from fsdp_pretrain.files import lock_file
 from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.helper_process import read_settings
 from fsdp_pretrain.run import exit_intent, run_id
 from fsdp_pretrain.run.exit_intent import ExitIntent
 from fsdp_pretrain.run.files import RunDir, make_directory, now
@@ -38,7 +35,7 @@ from fsdp_pretrain.watchdog.detectors.nodes import open_silence
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.page import Beat
 from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, NodeReport, PeerNodes
-from fsdp_pretrain.watchdog.hang.rank_client import root, sweep
+from fsdp_pretrain.watchdog.hang.rank_client import AgentSettings, root, sweep
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
 
@@ -56,51 +53,32 @@ _GIVE_UP = 60.0
 
 def main() -> int:
     """Run an agent to its end."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--pages", type=Path, help="folder of the ranks' pages")
-    parser.add_argument("--ranks", help="of this node, first:stop")
-    parser.add_argument("--attempt", help="what all nodes of a start have in common")
-    for name in ("--node", "--nodes", "--launcher", "--again"):
-        parser.add_argument(name, type=int, default=0)
-    args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGUSR1):  # schedulers send them to every process of a job, to stop it
         signal.signal(number, signal.SIG_IGN)
+    settings = read_settings(AgentSettings)
     try:
-        config = parse(sys.stdin.read())
+        config = parse(settings.config)
     except UserError as error:
         print(f"the watchdog cannot start: {error}", file=sys.stderr, flush=True)
         return int(error.exit)
-    sweep(root(), args.pages)
-    name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
-    with _single_instance(args.pages.parent / f"{name}.lock"):
-        Agent(config, args).run()
+    pages = Path(settings.pages)
+    sweep(root(), pages)
+    name = hashlib.sha256(f"{config.run.dir} {socket.gethostname()} {settings.node}".encode()).hexdigest()[:16]
+    lock_file(pages.parent / f"{name}.lock", _GIVE_UP)  # one agent per run and node: an earlier attempt's ends soon
+    Agent(config, settings, pages).run()
     return 0
-
-
-@contextlib.contextmanager
-def _single_instance(path: Path) -> Iterator[None]:
-    """Ensure one agent per run and node: wait for the end of an earlier attempt's agent."""
-    with path.open("w") as file:
-        deadline = time.monotonic() + _GIVE_UP
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield
 
 
 class Agent:
     """One node's agent."""
 
-    def __init__(self, config: Config, args: argparse.Namespace) -> None:
-        self._config, self._run, self._args = config, RunDir(config.run.dir), args
+    def __init__(self, config: Config, settings: AgentSettings, pages: Path) -> None:
+        self._config, self._run = config, RunDir(config.run.dir)
+        self._settings, self._pages = settings, pages
         self._directory = self._run.path / "watchdog"
         self._segment = 0
-        self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
-        self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt)
+        self._ranks = RankMonitor(range(settings.first, settings.stop), pages, settings.launcher)
+        self._nodes = PeerNodes(self._directory, settings.node, settings.nodes, settings.attempt)
         self._leader: Leader | None = None
         self._findings = NodeFindings()
         self._detectors: list[Detector] = []
@@ -126,12 +104,12 @@ class Agent:
             pause = min(INTERVAL, _STALLED) if self._hang.is_stalled else INTERVAL
             self._died += self._ranks.wait(pause - (time.monotonic() - start))
         runner.run(self._finish, self._nodes.patience)
-        shutil.rmtree(self._args.pages, ignore_errors=True)
+        shutil.rmtree(self._pages, ignore_errors=True)
 
     def _begin(self) -> None:
         self._bind()
-        if self._args.again:
-            self._log(f"the agent exited and was restarted (restart {self._args.again})")
+        if self._settings.restarts:
+            self._log(f"the agent exited and was restarted (restart {self._settings.restarts})")
 
     def _run_pass(self) -> None:
         """One pass; the order of the checks matters."""
@@ -190,7 +168,7 @@ class Agent:
 
     def _bind(self) -> None:
         """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
-        known = run_id.read(self._args.pages)
+        known = run_id.read(self._pages)
         run_id.bind(self._run.path, known)
         if known is None:
             return
@@ -262,7 +240,7 @@ class Agent:
             self._stalled = self._hang.stalled
         report = NodeReport(
             time=now(),
-            attempt=self._args.attempt,
+            attempt=self._settings.attempt,
             host=socket.gethostname(),
             pid=os.getpid(),
             segment=self._segment,

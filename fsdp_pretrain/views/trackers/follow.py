@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_pretrain.errors import BusyError, ConfigError, UserError
-from fsdp_pretrain.processes import exit_now, start_helper
+from fsdp_pretrain.helper_process import start_helper
+from fsdp_pretrain.processes import exit_now
 from fsdp_pretrain.run import journal, run_id
 from fsdp_pretrain.run.files import RunDir, make_directory
 from fsdp_pretrain.run.lock import Lease, drop_if_dead

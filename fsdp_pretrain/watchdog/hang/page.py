@@ -18,7 +18,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from fsdp_pretrain.heartbeat import Phase
-from fsdp_pretrain.processes import process_start, process_stat
+from fsdp_pretrain.processes import process_stat
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
@@ -151,8 +151,3 @@ def read(path: Path) -> Beat | None:
         return Reader(path).read()
     except OSError:
         return None
-
-
-def is_alive(beat: Beat) -> bool:
-    """Whether the process that wrote the beat still exists, and is not a zombie."""
-    return process_start(beat.pid) == beat.started

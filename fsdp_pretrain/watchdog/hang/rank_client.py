@@ -14,33 +14,31 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
-from fsdp_pretrain.processes import start_module
+from fsdp_pretrain.helper_process import HelperProcess
+from fsdp_pretrain.processes import is_same_process
 from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.remote import Location
 from fsdp_pretrain.run import run_id
 
 from .deadlines import latest
 from .flight_recorder import enable
-from .page import Page, is_alive, read
+from .page import Page, read
 from .rank_monitor import requests_of
 
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
 """Path prefix of this project's files in stack dumps."""
 _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-_RESTARTS = 10
-"""Maximum restarts of an agent; then training continues without it."""
 
 
 class PageHeartbeat(Heartbeat):
@@ -66,7 +64,6 @@ class PageHeartbeat(Heartbeat):
         self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
         threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
         self._agent = AgentProcess(config, pages, ranks) if ranks.local_rank == 0 else None
-        self._tended = time.monotonic()
 
     def _stay_alive(self) -> None:
         requests = select.poll()
@@ -79,9 +76,6 @@ class PageHeartbeat(Heartbeat):
 
     def step(self, step: int) -> None:
         self._page.step(step)
-        if self._agent is not None and time.monotonic() - self._tended > _INTERVAL:
-            self._tended = time.monotonic()
-            self._agent.ensure_running()
 
     def set_segment(self, segment: int) -> None:
         if self._agent is not None:
@@ -103,54 +97,57 @@ def _fifo(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
+class AgentSettings(NamedTuple):
+    """The settings of an agent."""
+
+    config: str
+    """Configuration of the run, as TOML."""
+    pages: str
+    """Folder of the pages of this node's ranks, which are `first` to `stop` - 1."""
+    first: int
+    stop: int
+    node: int
+    """Number of this node, of `nodes`."""
+    nodes: int
+    launcher: int
+    """Process id of torchrun."""
+    attempt: str
+    """What all nodes of a start have in common."""
+    restarts: int = 0
+
+
 class AgentProcess:
-    """The agent process of this node, managed by the rank that starts it; `process` is the latest one."""
+    """The agent process of this node, managed by the rank that starts it."""
 
     def __init__(self, config: Config, pages: Path, ranks: RankInfo) -> None:
         here, nodes = ranks.of_node, ranks.world // ranks.local_world
-        self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
-        self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
-        self._command += ["--pages", str(pages), "--node", str(ranks.node), "--nodes", str(nodes)]
-        self._command += ["--ranks", f"{here.start}:{here.stop}", "--launcher", str(os.getppid())]
-        self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
-        self._starts, self._given_up = 0, False
-        self.process: subprocess.Popen[bytes] | None = None
+        attempt = ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES)
+        launcher = os.getppid()
+        self._run = config.run.dir
+        self._settings = AgentSettings(
+            config.to_toml(), str(pages), here.start, here.stop, ranks.node, nodes, launcher, attempt
+        )
         self.pass_run_id()
-        self.ensure_running()
+        self._helper = self._start()
+
+    def _start(self) -> HelperProcess:
+        """Start the agent. It writes to this process's output until it has a log."""
+        words = (str(self._run), f"node-{self._settings.node}")
+        return HelperProcess("fsdp_pretrain.watchdog.agent", *words, settings=self._settings)
 
     def pass_run_id(self) -> None:
         """Write the id of the run directory beside the pages once known; the agent writes nothing there before."""
         known = run_id.bound_to(self._run)
         if known is not None:
             with contextlib.suppress(StorageError):
-                run_id.assign(self._pages, known)
-
-    def ensure_running(self) -> None:
-        """Start the agent if it is not running. It writes to this process's output until it has a log."""
-        if self.process is not None and self.process.poll() is None:
-            return
-        if self._starts > _RESTARTS:
-            if not self._given_up:
-                print(f"the watchdog ended {self._starts} times: this node is not watched any more", file=sys.stderr)
-            self._given_up = True
-            return
-        again = ["--again", str(self._starts)] if self._starts else []
-        self._starts += 1
-        with contextlib.suppress(OSError):
-            self.process = start_module(*self._command, *again, stdin=subprocess.PIPE)
-            assert self.process.stdin is not None
-            self.process.stdin.write(self._config.encode())
-            self.process.stdin.close()
+                run_id.assign(Path(self._settings.pages), known)
 
     def reconfigure(self, config: Config) -> None:
         """Restart the agent if its configuration changed. It has no state to lose, since no segment is known yet."""
-        if config.to_toml() == self._config:
-            return
-        self._config, self._starts, self._given_up = config.to_toml(), 0, False
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-        self.ensure_running()
+        if config.to_toml() != self._settings.config:
+            self._settings = self._settings._replace(config=config.to_toml())
+            self._helper.close(0.0)
+            self._helper = self._start()
 
 
 def folder(run: Path) -> Path:
@@ -174,9 +171,9 @@ def sweep(base: Path, spare: Path) -> None:
     """Remove folders of killed agents whose ranks have all ended, except `spare`."""
     for pages in base.iterdir() if base.is_dir() else ():
         try:
-            beats = [read(path) for path in pages.glob("*.page")]
+            beats = filter(None, [read(path) for path in pages.glob("*.page")])
             old = time.time() - pages.stat().st_mtime > 60
         except OSError:  # another agent is removing it
             continue
-        if pages != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
+        if pages != spare and old and not any(is_same_process(beat.pid, beat.started) for beat in beats):
             shutil.rmtree(pages, ignore_errors=True)
