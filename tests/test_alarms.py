@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -65,6 +66,40 @@ def test_listing(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert [(row["key"], row["state"]) for row in everything] == [
         ("hang", "open"), ("pace", "open"), ("disk/run", "resolved"),
     ]  # fmt: skip
+
+
+def keys_in_code() -> tuple[set[str], set[str]]:
+    """Beginnings of all texts in the code of the watchdog and of health; those that are the key of an alarm."""
+    texts, keys = set[str](), set[str]()
+
+    def text(node: ast.expr) -> str:
+        """A literal, or what an f-string begins with."""
+        begin = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
+        return begin.value if isinstance(begin, ast.Constant) and isinstance(begin.value, str) else ""
+
+    for package in ("watchdog", "health"):
+        for path in (ROOT / "fsdp_pretrain" / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.expr):
+                    texts.add(text(node))
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                    ("alarms.open", "self.open", "Incident")
+                ):
+                    keys |= {text(argument) for argument in node.args[:1]}
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("key"):
+                    keys.add(text(node.value))
+    return texts, keys - {""}
+
+
+def test_alarms_are_those_of_the_documentation() -> None:
+    texts, keys = keys_in_code()
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("watchdog", "health", "alarms", "evaluation")}
+    undocumented = {key for key in keys if not any(f"`{key}" in page for page in pages.values())}
+    assert len(keys) > 35 and not undocumented
+    rows = re.findall(r"^\| (`[a-z][^|]*) \| (?:INFO|WARN|CRIT|see)", pages["watchdog"], re.MULTILINE)
+    documented = {key for row in rows for key in re.findall(r"`([a-z-]+(?:/[a-z]*)?)", row)}
+    gone = {key for key in documented if not texts & {key, f"{key}-", f"{key.partition('/')[0]}/"}}
+    assert len(documented) > 35 and not gone
 
 
 def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:

@@ -209,6 +209,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
+    code = main()
     sys.stdout.flush()
     exit_now(code)
