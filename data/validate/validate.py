@@ -105,16 +105,7 @@ def validate(
         subject = _with_manifest(directory, tokenizer, vocabulary, separators, findings)
     else:
         subject = _without_manifest(directory, tokenizer, vocabulary, separators, format)
-    rules, sizes, files = subject.rules, [_size(file) for file in subject.files], list[Measurement]()
-    with tempfile.TemporaryDirectory() as folder:
-        if protection is not None and len(protection.texts.hashes):
-            protection.texts.save(Path(folder))
-            rules = replace(rules, protected=Path(folder))
-        measurements = _measure_all(rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-            for size, measured in zip(sizes, measurements, strict=True):
-                files.append(measured)
-                bar.update(size)
+    rules, files = subject.rules, _read_all(subject, protection, workers, quiet=quiet)
     findings.merge(all_findings(files, held_out or {}))
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
         findings.by_code.pop("one-token-documents", None)
@@ -138,6 +129,21 @@ def validate(
         compared=compared,
         contaminated=held,
     )
+
+
+def _read_all(subject: _Subject, protection: Protection | None, workers: int, *, quiet: bool) -> list[Measurement]:
+    """Measure all files of a subject, with a progress bar."""
+    rules, sizes, files = subject.rules, [_size(file) for file in subject.files], list[Measurement]()
+    with tempfile.TemporaryDirectory() as folder:
+        if protection is not None and len(protection.texts.hashes):
+            protection.texts.save(Path(folder))
+            rules = replace(rules, protected=Path(folder))
+        measurements = _measure_all(rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
+            for size, measured in zip(sizes, measurements, strict=True):
+                files.append(measured)
+                bar.update(size)
+    return files
 
 
 def _with_manifest(

@@ -136,13 +136,10 @@ def plan(
     schedule, sizes = config.schedule, [*world_sizes.feasible(config)]
     checkpoint = upcoming.first_need(checkpoint_bytes(model, config.optimizer), world or 1)
     length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1
-    ramp, space = advice.ramp_warning(config, max(sizes, default=0)), _space_warning(config, checkpoint)
-    warnings = [*advice.warnings(config), *ramp, *space]
-    sources = fetched = None
-    if (packer := epochs.open_corpora(config)) is not None:
-        sources, fetched = epochs.read_epochs(config, packer), room.need(config, packer)
-        warnings += epochs.warnings(sources)
-        warnings += [] if fetched is None else room.warnings(fetched, packer)
+    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
+    warnings += _space_warning(config, checkpoint)
+    sources, fetched, of_data = _corpora(config)
+    warnings += of_data
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     warnings += [] if layout is None else _memory_warning(layout, device)
     return Plan(
@@ -171,6 +168,16 @@ def plan(
         warnings=warnings,
         world=layout,
     )
+
+
+def _corpora(config: Config) -> tuple[dict[str, epochs.SourceEpochs] | None, room.CacheNeed | None, list[str]]:
+    """The epochs of the sources, the need of those by URL for a cache, and warnings; None if a corpus is absent."""
+    packer = epochs.open_corpora(config)
+    if packer is None:
+        return None, None, []
+    sources, fetched = epochs.read_epochs(config, packer), room.need(config, packer)
+    of_cache = [] if fetched is None else room.warnings(fetched, packer)
+    return sources, fetched, [*epochs.warnings(sources), *of_cache]
 
 
 def _heldout(config: Config) -> HeldOut | None:
