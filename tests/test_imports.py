@@ -30,8 +30,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp_pretrain.eval.cli --help", set()),
         ("fsdp_pretrain.cli journal RUN", set()),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
-        ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
-        ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "psutil", "numpy", "rich"}),
+        ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "numpy"}),
+        ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "numpy", "rich"}),
     ],
 )
 def test_a_verb_imports_what_it_needs(run: Path, command: str, needed: set[str]) -> None:

@@ -24,9 +24,10 @@ from watch import Watch
 
 from fsdp_pretrain.checkpoint.store import step_of
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.helper_process import start_helper
 from fsdp_pretrain.mirror import restore
 from fsdp_pretrain.mirror.layout import RunMirror
-from fsdp_pretrain.processes import start_module
+from fsdp_pretrain.mirror.uploader import UploaderSettings
 from fsdp_pretrain.remote import RemoteError
 from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
@@ -61,9 +62,9 @@ def whole(carried: Carried) -> list[int]:
 
 def uploader(carried: Carried) -> subprocess.Popen[bytes]:
     """An uploader that nobody starts again."""
-    arguments = (str(carried.run.path), run_id.read(carried.run.path) or "", "1")
-    with (carried.path / "log").open("ab") as log:
-        return start_module("fsdp_pretrain.mirror.uploader", *arguments, stdin=subprocess.PIPE, stdout=log, stderr=log)
+    settings = UploaderSettings(str(carried.run.path), run_id.read(carried.run.path) or "", 1)
+    log, text = carried.path / "log", json.dumps(settings._asdict()) + "\n"
+    return start_helper("fsdp_pretrain.mirror.uploader", log=log, text=text.encode())
 
 
 def whole_now(store: ObjectStore, step: int) -> bool:
