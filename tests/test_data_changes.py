@@ -140,6 +140,25 @@ def test_an_exclusion_of_no_document_is_refused(lab: Any, line: str) -> None:
         open_packer(config)
 
 
+def test_another_list_at_the_same_place_is_declared(lab: Any, helpers: Any) -> None:
+    """The order of its lines means nothing."""
+    shard, listed = Corpus(lab.corpus).manifest.shards[0].name, lab.path / "bad.txt"
+    config = lab.config(data={"exclude": str(listed)}, optimizer={"decay": "20 steps"})
+
+    def train(documents: list[int], steps: int, *allowed: str, expect: int = 0) -> str:
+        listed.write_text("".join(f"text {shard} {document}\n" for document in documents))
+        return str(lab.train(config, f"train.duration={steps} steps", flags=allowed, expect=expect))
+
+    train([1, 2], 10)
+    train([2, 1], 12)
+    refused = train([1, 3], 14, expect=78)
+    assert f"data.exclude: {listed} names other documents" in refused and "--allow data.exclude" in refused
+    train([1, 3], 14, "--allow", "data.exclude")
+    train([1, 3], 16)
+    assert "names other documents" in helpers.journal(lab.path / "run", "resume")[1]["text"]
+    assert "names other documents" in train([], 18, expect=78)
+
+
 @pytest.mark.promise("bad-documents")
 def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
     """1% empty, 1% of one token, 1% only separators: every other document once, no adjacent separators."""

@@ -22,6 +22,7 @@ library's generator that may change. Only the packer writes separators: those of
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ class Packer:
 
     Attributes:
         length: tokens of a window.
+        excluded_digest: identifies the documents of `exclude`; empty if there are none.
         pieces: tells which piece of which window a sample is.
         mixture: tells the source of a window.
         pairs: numbers of the sources of prompts with answers.
@@ -159,6 +161,8 @@ class Packer:
         cache: CacheUse | None = None,
     ) -> None:
         self.length, self._excluded = sequence_length, frozenset(exclude)
+        lines = "".join(f"{source} {shard} {document}\n" for source, shard, document in sorted(self._excluded))
+        self.excluded_digest = hashlib.sha256(lines.encode()).hexdigest() if lines else ""
         self.pieces = Pieces(stages or SequenceStages.constant(sequence_length))
         self._sources: list[SourceStream] = []
         weights: dict[str, MixtureWeight] = {}

@@ -58,6 +58,7 @@ class RunIdentity(StateFile):
     mixture: dict[str, dict[str, Any]]
     corpora: dict[str, str]
     reshuffle: list[int]
+    excluded: str = ""  # digest of the documents of `data.exclude`, which may change if that is declared
     tokenizer: TokenizerIdentity
     code: dict[str, PartIdentity] = Field(default_factory=dict)
 

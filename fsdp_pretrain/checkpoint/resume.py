@@ -202,6 +202,10 @@ class Resume:
         text = other_code(content.identity.code, self._identity.code, "optimizer")
         if text and not settings:  # other settings compute other numbers, and are declared themselves
             here = [*here, ConfigChange("optimizer.kind", text, DECLARED)]
+        listed = content.identity.excluded != self._identity.excluded
+        if listed and not any(change.key == "data.exclude" for change in since):
+            text = f"data.exclude: {self._config.data.exclude} names other documents"
+            here = [*here, ConfigChange("data.exclude", text, DECLARED)]
         missing = []
         if content.consumed:  # else nothing was learned yet
             missing = undeclared(here, self._options.changes, content.consumed)

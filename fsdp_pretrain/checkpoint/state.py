@@ -63,6 +63,7 @@ def identity(config: Config, packer: Packer, code: Mapping[str, PartIdentity] | 
         mixture={name: weight.to_json() for name, weight in mixture.weights.items()},
         corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         reshuffle=windows_at(data, data.reshuffle),
+        excluded=packer.excluded_digest,
         tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
         code=dict(code or {}),
     )
