@@ -22,7 +22,7 @@ from .processes import exit_now, start_module
 
 _Process = subprocess.Popen[bytes]
 Settings = TypeVar("Settings", bound=NamedTuple)
-_PAUSE, _LONGEST_PAUSE, _LIVED = 1.0, 60.0, 60.0
+_PAUSE, _LONGEST_PAUSE, _LIVED = 1.0, 15.0, 60.0
 """Seconds before the first restart, and at most; the pause doubles while helpers live for less than `_LIVED`."""
 
 

@@ -274,6 +274,28 @@ def test_a_killed_uploader_comes_back(carried: Carried) -> None:
     assert mirror_status.read(carried.run, 2) is None
 
 
+@pytest.mark.shows("F53")
+def test_an_uploader_comes_back_with_its_run_directory(carried: Carried, constants: Callable[..., None]) -> None:
+    """It ends where the directory is gone or another, and writes nothing there."""
+    constants("fsdp_pretrain.mirror.uploader", _LOOK_SECONDS=0.2)
+    process = carried.process()
+    until(lambda: mirror_status.read(carried.run))
+    first, mark = process.process, carried.run.path / "run_id"
+    assert first is not None
+    own = mark.read_bytes()
+    mark.unlink()
+    until(lambda: first.poll() is not None)
+    report = mirror_status.report_file(carried.run).read_bytes()
+    time.sleep(2.0)
+    assert mirror_status.report_file(carried.run).read_bytes() == report
+    mark.write_bytes(own)
+    carried.save(10)
+    until(lambda: carried.whole() == [10])
+    process.finish()
+    until(lambda: process.ended)
+    assert process.finished
+
+
 @pytest.mark.slow
 @pytest.mark.shows("F53")
 def test_storage_that_stays_away_is_asked_again_and_again(carried: Carried, constants: Callable[..., None]) -> None:

@@ -196,7 +196,7 @@ def main() -> int:
             pause, failures = worker.work(finish=finish.is_set()), 0
             worker.report(problem="", needs_person=False)
         except RunGoneError:
-            return 0
+            return 1  # started again, perhaps when the directory is back
         except (UserError, OSError) as error:
             worker.failed(error)
             pause, failures = _PAUSES[min(failures, len(_PAUSES) - 1)], failures + 1

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from . import state_files
+from fsdp_pretrain.errors import UserError
+
+from . import run_id, state_files
 from .files import RunDir
 from .state_files import StateFile
 
@@ -47,5 +49,6 @@ def tell_death(run: RunDir, segment: int, code: int) -> None:
     """Report on behalf of the uploader that it has ended with an exit code."""
     report = read(run, segment) or MirrorReport(segment=segment)
     text = f"the process that copies ended with {code} and is started again"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UserError):
+        run_id.check()  # else it could be the directory of another run by now
         state_files.write(report_file(run), report.model_copy(update={"problem": text}).model_dump())
