@@ -95,6 +95,7 @@ class HelperProcess:
         """Ask the helper to do what is left and to end, see `end_with_input`; it is not restarted any more."""
         self._close()
         if self.ended and not self.finished:
+            self._restarts += 1
             self._start()
         if self.process is not None:
             _write(self.process, b"finish\n")

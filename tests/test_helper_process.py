@@ -53,7 +53,8 @@ def test_one_that_is_dead_is_started_to_finish(start: Start, starts: Callable[[]
     helper = start(1, 3600.0)
     until(lambda: helper.ended)
     helper.finish()
-    until(lambda: len(starts()) == 2)
+    until(lambda: helper.finished)
+    assert starts() == ["0", "1"]
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

@@ -10,6 +10,5 @@ from .main import main
 if __name__ == "__main__":
     code = run_guarded(main)
     sys.stdout.flush()
-    exit_now(
-        code
-    )  # threads may still run, which Python's orderly end would abort over: a save after Ctrl-C, a library's
+    # Threads may still run, over which Python's orderly end would abort: a save's after Ctrl-C, a library's.
+    exit_now(code)
