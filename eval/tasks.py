@@ -57,6 +57,12 @@ def load_tasks(section: EvalSection) -> dict[str, Any]:
     if missing:
         raise RefusedError(f"there is no directory {', '.join(missing)} to take tasks from (eval.include, --include)")
     others = [name for name in names if name not in BUNDLED]
+    files = [name for name in others if "/" in name or name.endswith(".yaml")]
+    if files:
+        raise RefusedError(
+            f"{', '.join(map(repr, files))} is no name of a task",
+            remedy="name the task that the file defines, and its directory: --include DIRECTORY, or eval.include",
+        )
     paths = [str(path) for path in include]
     manager = TaskManager(include_path=paths or None, include_defaults=False)
     if any(name not in manager.all_tasks for name in others):

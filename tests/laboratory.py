@@ -81,7 +81,7 @@ def tiny(name: str, folder: Path, corpus: Path | str, **sections: dict[str, Any]
         "run": {"name": name, "dir": str(folder)},
         "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
         "data": {"sequence_length": 32, "lanes": 8, "sources": [{"name": "text", "path": str(corpus)}]},
-        "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
+        "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 4},
         "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
         "parallel": {"timeout": "60 s"},
         "checkpoint": {"every": "10 steps"},

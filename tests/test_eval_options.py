@@ -144,7 +144,10 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
         (["--limit", "1.5"], ["eval.limit = 1.5"]),
         (["--num_fewshot", "1"], ["unrecognized arguments: --num_fewshot"]),
         (["--tasks", ",,"], ["argument --tasks: ',,' names nothing"]),
-        (["--tasks", "/nowhere/choose.yaml"], ["lm-eval has no task '/nowhere/choose.yaml'"]),
+        (["--tasks", "choose.yaml"], ["'choose.yaml' is no name of a task", "--include DIRECTORY"]),
+        pytest.param(
+            ["--tasks", "arcade"], ["lm-eval has no task 'arcade'"], marks=pytest.mark.slow
+        ),  # reads its index
         (["eval.tasks=[]"], ["eval.tasks names no task"]),
         (["eval.log_samples=true"], ["eval.log_samples needs --out FILE"]),
         (["--out", "/proc/none/results.json"], ["/proc/none"]),

@@ -43,7 +43,8 @@ def trained(module_lab: Any, helpers: Any) -> Callable[[str], list[list[str]]]:
 
     def train(name: str) -> list[list[str]]:
         ranks, sections, overrides = RUNS[name]
-        config = module_lab.config(name, **sections, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"})
+        train = {"duration": "8 steps", "micro_batch": 2}
+        config = module_lab.config(name, **sections, train=train, checkpoint={"every": "4 steps"})
         module_lab.train(config, *overrides, ranks=ranks)
         return [[loss.hex(), norm.hex()] for _, loss, norm in helpers.losses(module_lab.path / name)]
 

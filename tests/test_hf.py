@@ -56,7 +56,10 @@ def trained(module_lab: Any) -> Callable[[str], RunDir]:
         run = RunDir(module_lab.path / family)
         if not run.checkpoints.exists():
             config = module_lab.config(
-                family, model=MODELS[family], train={"duration": "4 steps"}, optimizer={"warmup": "1 steps"}
+                family,
+                model=MODELS[family],
+                train={"duration": "4 steps", "micro_batch": 2},
+                optimizer={"warmup": "1 steps"},
             )
             module_lab.train(config, "parallel.shard=2", ranks=4)
         return run
@@ -345,7 +348,9 @@ def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> N
     config = load(path, ["train.duration=4 steps", "optimizer.warmup=1 steps"])
     run = RunDir(config.run.dir)
     import_folder(run, folder, config, ["tokenizer"])
-    lab.train(path, "train.duration=4 steps", "optimizer.warmup=1 steps", "parallel.shard=2", ranks=4)
+    lab.train(
+        path, "train.duration=4 steps", "train.micro_batch=2", "optimizer.warmup=1 steps", "parallel.shard=2", ranks=4
+    )
     trained = our_logits(run, 4, some_tokens())
     assert float((trained - our_logits(run, 0, some_tokens())).abs().max()) > 0.01  # it has learned
     hf.export_checkpoint(run, 4, lab.path / "again", dtype="fp32", shard_bytes=10**9)

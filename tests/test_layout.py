@@ -91,7 +91,10 @@ def test_a_file_is_read_back_on_another_node(nodes: int, per_node: int) -> None:
 def trained(module_lab: Any) -> Path:
     """8 steps on 2 x 2 ranks, saved at 4 and 8; the configuration."""
     config: Path = module_lab.config(
-        "trained", train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}, parallel={"shard": 2}
+        "trained",
+        train={"duration": "8 steps", "micro_batch": 2},
+        checkpoint={"every": "4 steps"},
+        parallel={"shard": 2},
     )
     module_lab.train(config, ranks=4)
     return config

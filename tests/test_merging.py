@@ -35,7 +35,7 @@ def trained(module_lab: Any) -> Path:
     """Forty steps on a mesh of 2 x 2, saved at 10, 20, 30 and 40."""
     config = module_lab.config(
         "trained",
-        train={"duration": "40 steps"},
+        train={"duration": "40 steps", "micro_batch": 2},
         checkpoint={"every": "10 steps", "keep_last": 4},
         parallel={"shard": 2},
         eval={"heldout": str(module_lab.heldout), "prompts": ["the run ", "文"]},

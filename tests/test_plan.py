@@ -80,7 +80,7 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     ],
 )
 def test_contradictions_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:
-    done = run_command("fsdp_pretrain.cli", "plan", lab.config(), *arguments)
+    done = run_command("fsdp_pretrain.cli", "plan", lab.config(train={"micro_batch": 2}), *arguments)
     assert done.returncode == 78 and "Traceback" not in done.stderr
     assert all(part in done.stderr for part in expected), done.stderr
 

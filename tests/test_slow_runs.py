@@ -31,7 +31,7 @@ def slow(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Slow:
         monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
         monkeypatch.setenv("FAULT", json.dumps(faults))
         values: dict[str, Any] = {
-            "train": {"duration": f"{steps} steps"},
+            "train": {"duration": f"{steps} steps", "micro_batch": 2},
             "checkpoint": {"every": "100_000 steps"},
             "watchdog": {"enabled": True},
         }

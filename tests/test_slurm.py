@@ -95,7 +95,7 @@ def test_a_job_is_stopped_queued_again_and_completed(
     queue and goes on where it was, as if nothing had happened. The log holds no report of a failure."""
     project = Project(cluster, lab, run_command, 6, 14, 22)
     run = lab.path / "run"
-    config = lab.config(checkpoint={"every": "1000 steps"}, train={"duration": "30 steps"})
+    config = lab.config(checkpoint={"every": "1000 steps"}, train={"duration": "30 steps", "micro_batch": 2})
     job = project.submit(config, nodes=2)
 
     def goes_on(restarts: int) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_a_job_is_stopped_queued_again_and_completed(
     until(lambda: cluster.job(job)["JobState"] == "COMPLETED", LONG, lambda: project.log(job), every=0.2)
     assert cluster.job(job)["NodeList"] == "n[1,3]"
     assert not [line for line in project.log(job).splitlines() if re.search(NOISE, line)]
-    whole = lab.config("whole", checkpoint={"every": "1000 steps"}, train={"duration": "30 steps"})
+    whole = lab.config("whole", checkpoint={"every": "1000 steps"}, train={"duration": "30 steps", "micro_batch": 2})
     assert lab.start(whole, ranks=4, nodes=2).wait() == [0] * 4
     assert helpers.losses(run) == helpers.losses(lab.path / "whole")
 
@@ -139,7 +139,7 @@ def test_a_chain_goes_on_at_the_time_limit_and_ends_with_the_run(
     """An array of which one job runs at a time. The first stops before its limit of three minutes, the second completes
     the run, the third is cancelled. Each has a log of its own."""
     project, run = Project(cluster, lab, run_command, 6), lab.path / "run"
-    config = lab.config(checkpoint={"every": "1000 steps"})
+    config = lab.config(checkpoint={"every": "1000 steps"}, train={"micro_batch": 2})
     array = project.submit("--time-limit", "150s", config, options=("--array=1-3%1", "--time=3", "--signal=B:USR1@10"))
 
     def jobs() -> list[str]:
@@ -164,7 +164,9 @@ def test_a_job_that_is_not_to_be_queued_again(cluster: Cluster, lab: Any, helper
     evaluates what is due, and another one checkpoint."""
     project, run = Project(cluster, lab, run_command, 6), lab.path / "run"
     evaluation = {"every": "20 steps", "heldout": str(lab.heldout), "limit": 1, "launch": False}
-    config = lab.config(checkpoint={"every": "1000 steps"}, eval={**evaluation, "device": "cpu"})
+    config = lab.config(
+        checkpoint={"every": "1000 steps"}, train={"micro_batch": 2}, eval={**evaluation, "device": "cpu"}
+    )
     job = project.submit(config)
     project.says(job, "[ready]")
     cluster.run("scontrol", "update", f"JobId={job}", "Requeue=0")

@@ -98,7 +98,7 @@ def test_the_record_is_complete(trained_on: Callable[[str], Path], helpers: Any)
 @pytest.fixture(scope="module")
 def long_config(module_lab: Any) -> Path:
     path: Path = module_lab.config(
-        "long", train={"duration": "28 steps"}, checkpoint={"every": "7 steps"}, parallel={"shard": 2}
+        "long", train={"duration": "28 steps", "micro_batch": 2}, checkpoint={"every": "7 steps"}, parallel={"shard": 2}
     )
     return path
 
