@@ -23,11 +23,13 @@ from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.manager import make_facts
 from fsdp_pretrain.checkpoint.merging import coefficients
 from fsdp_pretrain.checkpoint.state import TrainState
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import hold
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,19 @@ def test_a_merge_that_is_killed_leaves_nothing_half(
     assert "nothing is overwritten" in run_command("fsdp_pretrain.cli", *command, expect=78).stderr
 
 
+def test_of_two_merges_of_a_name_one_is_written(run: Path, start_command: Callable[..., Process]) -> None:
+    """At the same time; the other is refused, and takes nothing of the first away."""
+    command = ("fsdp_pretrain.cli", "checkpoints", run, "merge", "--out", "mean")
+    with hold(RunDir(run / "merged" / "mean"), "merge"):
+        process = start_command(*command)
+        assert process.wait() == 78 and "merged/mean is held by merge on host" in process.output()[1]
+    both = [start_command(*command) for _ in range(2)]
+    assert sorted(process.wait() for process in both) == [0, 78], [process.output() for process in both]
+    found = Store(run / "merged" / "mean" / "checkpoints").find(40)
+    assert not verify_files(found.path, found.files())
+    assert merged(run, "mean").manifest().step == 40
+
+
 @pytest.mark.parametrize(
     ("change", "options", "code", "reason"),
     [
@@ -241,4 +256,4 @@ def test_what_cannot_be_merged_is_refused(
     out = [] if "--out" in options else ["--out", "mean"]
     done = run_command("fsdp_pretrain.cli", "checkpoints", run, "merge", *options, *out)
     assert done.returncode == code and reason in done.stderr, (done.returncode, done.stderr)
-    assert not Store(run / "merged" / "mean" / "checkpoints").scan()
+    assert not (run / "merged").exists()

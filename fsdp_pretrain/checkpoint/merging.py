@@ -23,6 +23,7 @@ from fsdp_pretrain.config.resume_rules import differences, load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import hold
 from fsdp_pretrain.units import Progress, counted
 
 from . import dcp
@@ -99,6 +100,7 @@ def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | No
         last, every: see `choose`.
 
     Raises:
+        BusyError: another process writes this merge.
         ConfigError: the name is not one, or in use; fewer than two checkpoints are left.
         CheckpointError: see `Mean`.
         StorageError: the merge cannot be written.
@@ -107,14 +109,20 @@ def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | No
         raise ConfigError(f"{name!r} cannot be the name of a folder", remedy="use letters, digits, dots and dashes")
     target = RunDir(run.path / "merged" / name)
     store = Store(target.checkpoints)
-    if store.scan():
-        raise ConfigError(f"{target.path} exists", remedy="choose another --out; nothing is overwritten")
+    _refuse_existing(store)
     chosen = choose(run.path, Store(run.checkpoints).scan(), last, every)
-    mean = Mean(chosen, kind)
-    store.sweep()
-    if run.tokenizer.is_dir():
-        shutil.copytree(run.tokenizer, target.tokenizer, dirs_exist_ok=True)
-    return Merged(_write(store, mean, chosen[-1].train_state()), mean.parents)
+    mean = Mean(chosen, kind)  # what is refused up to here leaves nothing
+    with hold(target, "merge"):
+        _refuse_existing(store)  # another process may have written it meanwhile
+        store.sweep()
+        if run.tokenizer.is_dir():
+            shutil.copytree(run.tokenizer, target.tokenizer, dirs_exist_ok=True)
+        return Merged(_write(store, mean, chosen[-1].train_state()), mean.parents)
+
+
+def _refuse_existing(store: Store) -> None:
+    if store.scan():
+        raise ConfigError(f"{store.directory.parent} exists", remedy="choose another --out; nothing is overwritten")
 
 
 def _write(store: Store, mean: Mean, newest: SavedState) -> dcp.SaveResult:
