@@ -171,48 +171,40 @@ def test_a_patched_class_is_seen(lab: Any, tmp_path: Path, run_command: Run) -> 
 WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
 
 
+MODELS: list[dict[str, Any]] = [
+    {"family": "qwen3", "head_size": 16, "rope_scaling": {"kind": "llama3", "factor": 8.0}},
+    {"family": "olmo3", **WINDOWS, "rope_scaling": {"kind": "yarn", "factor": 8.0}},
+    {"family": "gemma3_text", "head_size": 16, **WINDOWS},
+    {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": 64, "dropout": 0.1},
+    {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
+    {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
+]
+WITNESSES = """
+import sys, json
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.checkpoint.witness import code_identity
+print(json.dumps([{k: v.model_dump() for k, v in code_identity(load(path)).items()} for path in sys.argv[1:]]))
+"""
+
+
 @pytest.mark.parametrize(
-    "model",
+    "variables",
     [
-        pytest.param(
-            {"family": "qwen3", "head_size": 16, "rope_scaling": {"kind": "llama3", "factor": 8.0}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"family": "olmo3", **WINDOWS, "rope_scaling": {"kind": "yarn", "factor": 8.0}}, marks=pytest.mark.slow
-        ),
-        pytest.param({"family": "gemma3_text", "head_size": 16, **WINDOWS}, marks=pytest.mark.slow),
-        {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": 64, "dropout": 0.1},
-        pytest.param(
-            {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda model: model["family"],
-)
-def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, Any]) -> None:
-    """Other kernels of the processor and more threads give the same code; another computation does not."""
-    config = load(lab.config(model=model))
-    here = code_identity(config)
-    script = lab.path / "witness.py"
-    script.write_text(
-        "import sys, json\nfrom fsdp_pretrain.config.config import load\n"
-        "from fsdp_pretrain.checkpoint.witness import code_identity\n"
-        "print(json.dumps({k: v.model_dump() for k, v in code_identity(load(sys.argv[1])).items()}))\n"
-    )
-    for variables in (
-        {"OMP_NUM_THREADS": "2"},
+        {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
         {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    ):
-        done = python(script, lab.path / "run.toml", **variables)
-        there = {key: type(here[key])(**value) for key, value in json.loads(done.stdout).items()}
-        assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None
-    damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
-    assert other_code(here, {"model": damaged}, "model") is not None
+    ],
+    ids=["threads", "kernels"],
+)
+def test_a_witness_is_stable_and_knows_the_settings(lab: Any, variables: dict[str, str]) -> None:
+    """Other kernels of the processor and more threads give the same code; another computation does not."""
+    configs = [lab.config(f"model-{number}", model=model) for number, model in enumerate(MODELS)]
+    done = python("-c", WITNESSES, *configs, **variables)
+    for config, found in zip(configs, json.loads(done.stdout), strict=True):
+        here = code_identity(load(config))
+        there = {key: type(here[key])(**value) for key, value in found.items()}
+        assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None, config
+        damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
+        assert other_code(here, {"model": damaged}, "model") is not None, config
 
 
 @pytest.mark.parametrize(
