@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -151,13 +152,20 @@ def source_digest(place: str) -> str:
     """
     top = place.partition(":")[0].partition(".")[0]
     module = importlib.import_module(top)
-    folders = [Path(folder) for folder in getattr(module, "__path__", [])]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or [Path(str(module.__file__))]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    digest = _digest_of(tuple(getattr(module, "__path__", [])) or (str(module.__file__),))
     try:
         version = metadata.version(top.replace("_", "-"))
     except metadata.PackageNotFoundError:
         version = "unversioned"
-    return f"{version} {digest.hexdigest()[:16]}"
+    return f"{version} {digest[:16]}"
+
+
+@lru_cache
+def _digest_of(places: tuple[str, ...]) -> str:
+    """Of the `.py` files of folders, or of one file; read once, as Python itself reads them."""
+    paths = [Path(place) for place in places]
+    files = sorted(file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path]))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
