@@ -28,7 +28,7 @@ from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.data.prepare.prepare import PrepareOptions
 from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
-from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.errors import ConfigError, StorageError, UserError
 from fsdp_pretrain.eval.checkpoints import read_checkpoint
 from fsdp_pretrain.hf import export as hf
 from fsdp_pretrain.hf.layout import read_model, to_hf
@@ -172,6 +172,17 @@ def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: 
         hf.export_checkpoint(damaged, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
     assert caught.value.exit == 78
     assert not list(tmp_path.glob("*other*"))
+
+
+@pytest.mark.parametrize(("disk", "expected"), [("128k", "needs 217 KiB in 11 files"), ("1m,nr_inodes=9", "room for")])
+def test_an_export_that_does_not_fit_leaves_nothing(
+    trained: Callable[[str], RunDir], small_disk: Any, disk: str, expected: str
+) -> None:
+    """Neither in bytes nor in files."""
+    out = small_disk(disk) / "out"
+    with pytest.raises(StorageError, match=f"the export .*{expected}"):
+        hf.export_checkpoint(trained("llama"), 4, out, dtype="fp32", shard_bytes=10**9)
+    assert not list(out.parent.iterdir())
 
 
 @pytest.mark.shows("D25")

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fsdp_pretrain import __version__, models
+from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.checkpoint.tokenizer import QWEN2_WARNING, export_tokenizer, find_tokenizer
@@ -28,13 +29,14 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import human_bytes
 
 from .classes import HFTensor
 from .folder import INDEX
 from .layout import FACTS, ExportFacts, to_hf, weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_OTHER_FILES = 10
+"""Configuration, index, tokenizer, facts: fewer files than this lie beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def export_checkpoint(run: RunDir, step: int, out: Path, *, dtype: str, shard_by
     sizes = {weight: _size(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)}
     files, total = _split_into_files(sizes, shard_bytes), sum(sizes.values())
     metadata = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
-    with _atomic_folder(out, total) as folder:
+    with _atomic_folder(out, SpaceNeeded(total, len(files) + _OTHER_FILES)) as folder:
         for name, group in tqdm(files.items(), desc="exporting", unit="files", delay=2, disable=None):
             save_file(
                 {weight.theirs: _to_hf(weight, stored, DTYPES[dtype], config.model.heads) for weight in group},
@@ -130,7 +132,7 @@ def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str,
 
 
 @contextmanager
-def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
+def _atomic_folder(out: Path, need: SpaceNeeded) -> Iterator[Path]:
     """Yield a temporary folder beside `out`, which is made durable and renamed on success, else removed.
 
     Raises StorageError.
@@ -142,9 +144,8 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
         raise StorageError(f"cannot write {out}: {error.strerror}", effect="nothing was exported") from None
     try:
         partial.chmod(0o755)
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
+        if not need.fits(room := Room.of(out.parent)):
+            raise StorageError(f"the export {need.compare(room)}", effect="nothing was exported")
         yield partial
         for path in partial.iterdir():
             sync(path)
