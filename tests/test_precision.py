@@ -78,7 +78,12 @@ def fp16(module_lab: Any) -> Path:
     """A scale that starts far too high and then rises every three good steps until the next overflow."""
     path: Path = module_lab.config(
         "fp16",
-        train={"precision": "fp16", "duration": "20 steps", "loss_scale": {"first": 2.0**22, "window": 3}},
+        train={
+            "precision": "fp16",
+            "duration": "20 steps",
+            "micro_batch": 2,
+            "loss_scale": {"first": 2.0**22, "window": 3},
+        },
         checkpoint={"every": "1000 steps"},
         parallel={"shard": 1},
     )
