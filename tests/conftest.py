@@ -33,8 +33,11 @@ pytest.register_assert_rewrite("watch")
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
 _COLLECTED = pytest.StashKey[set[tuple[str, str, tuple[str, ...]]]]()
-# The slowest files, slowest first, so that parallel workers finish at the same time.
-LONG = "docs eval launch training interventions compile checkpoints hangs prepare kills saves aim trackers".split()
+# The slowest files first, of the default suite and of the slow one, so that parallel workers finish at the same time.
+LONG = (
+    *"docs launch extensions eval sequences soak nodes fake_step mirror_runs elsewhere fuzz kills quickstart".split(),
+    *"training hangs compile report interventions checkpoints trackers mirror_damage ladder sweep saves aim".split(),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
