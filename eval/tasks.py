@@ -60,7 +60,7 @@ def load_tasks(section: EvalSection) -> dict[str, Any]:
     files = [name for name in others if "/" in name or name.endswith(".yaml")]
     if files:
         raise RefusedError(
-            f"{', '.join(map(repr, files))} is no name of a task",
+            f"{', '.join(map(repr, files))}: a task is given by its name, not by a file",
             remedy="name the task that the file defines, and its directory: --include DIRECTORY, or eval.include",
         )
     paths = [str(path) for path in include]

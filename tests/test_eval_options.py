@@ -144,10 +144,9 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
         (["--limit", "1.5"], ["eval.limit = 1.5"]),
         (["--num_fewshot", "1"], ["unrecognized arguments: --num_fewshot"]),
         (["--tasks", ",,"], ["argument --tasks: ',,' names nothing"]),
-        (["--tasks", "choose.yaml"], ["'choose.yaml' is no name of a task", "--include DIRECTORY"]),
-        pytest.param(
-            ["--tasks", "arcade"], ["lm-eval has no task 'arcade'"], marks=pytest.mark.slow
-        ),  # reads its index
+        (["--tasks", "choose.yaml"], ["'choose.yaml': a task is given by its name", "--include DIRECTORY"]),
+        # It is looked for among all of lm-eval's, which takes long.
+        pytest.param(["--tasks", "arcade"], ["lm-eval has no task 'arcade'"], marks=pytest.mark.slow),
         (["eval.tasks=[]"], ["eval.tasks names no task"]),
         (["eval.log_samples=true"], ["eval.log_samples needs --out FILE"]),
         (["--out", "/proc/none/results.json"], ["/proc/none"]),
