@@ -290,7 +290,8 @@ def test_an_uploader_comes_back_with_its_run_directory(carried: Carried, constan
     assert mirror_status.report_file(carried.run).read_bytes() == report
     mark.write_bytes(own)
     carried.save(10)
-    until(lambda: carried.whole() == [10])
+    until(lambda: (report := mirror_status.read(carried.run)) and report.newest == 10)  # else a file may be half there
+    assert carried.whole() == [10]
     process.finish()
     until(lambda: process.ended)
     assert process.finished
