@@ -119,25 +119,26 @@ class Lab:
 
     def start(
         self,
-        config: Path,
+        config: Path | str,
         *overrides: str,
+        module: str = "fsdp_pretrain.train",
         ranks: int = 1,
         flags: tuple[str, ...] = (),
         nodes: int = 1,
         variables: dict[str, str] | None = None,
     ) -> Job:
-        """Start a training job, as if on `nodes` nodes (their host names: `hostname.py`), with `variables` in its
-        environment."""
+        """Start a training job, or the ranks of another `module`, as if on `nodes` nodes (their host names:
+        `hostname.py`), with `variables` in its environment."""
         log = self.path / f"log-{len(self._jobs)}"
         port, started = free_port(), []
         for rank in range(ranks):
             environment = as_rank(rank, ranks, ranks // nodes, port) | (variables or {})
             arguments = (config, *overrides, *flags)
-            started.append(self._zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
+            started.append(self._zygotes.start(module, *arguments, environment=environment, log=log))
         self._jobs.append(Job(started, log))
         return self._jobs[-1]
 
-    def train(self, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, **options: Any) -> str:
+    def train(self, config: Path | str, *overrides: str, ranks: int = 1, expect: int = 0, **options: Any) -> str:
         """Run a training job to its end, with the options of `start`, and return its output. Fails the test on another
         exit code."""
         job = self.start(config, *overrides, ranks=ranks, **options)

@@ -61,7 +61,7 @@ def test_no_checkpoint_with_a_flipped_bit_is_evaluated(run: Path) -> None:
     rng, store = random.Random(16), Store(run / "checkpoints")
     files = sorted(entry.name for entry in store.find(30).files())
     assert {"config.toml", "train_state.json", ".metadata"} < {*files}
-    for name in [*files, *rng.choices([name for name in files if name.endswith(".distcp")], k=8)]:
+    for name in [*files, *files, *rng.choices([name for name in files if name.endswith(".distcp")], k=20)]:
         path = store.find(30).path / name
         at, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
         flip(path, at, bit)

@@ -214,6 +214,7 @@ def test_of_two_merges_of_a_name_one_is_written(run: Path, start_command: Callab
     with hold(RunDir(run / "merged" / "mean"), "merge"):
         process = start_command(*command)
         assert process.wait() == 78 and "merged/mean is held by merge on host" in process.output()[1]
+        assert "wait for its end. " in process.output()[1]  # `control` reaches no merge
     both = [start_command(*command) for _ in range(2)]
     assert sorted(process.wait() for process in both) == [0, 78], [process.output() for process in both]
     found = Store(run / "merged" / "mean" / "checkpoints").find(40)

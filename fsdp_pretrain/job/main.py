@@ -27,7 +27,7 @@ from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.run import lineage, overrides, run_id
 from fsdp_pretrain.run.arguments import parse_trainer
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.run.lock import RunLock
+from fsdp_pretrain.run.lock import TRAINING, RunLock
 from fsdp_pretrain.run.overrides import Overrides, load_run
 from fsdp_pretrain.run.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.run.run_id import LauncherMemory
@@ -103,7 +103,7 @@ def run(
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: joining.refuse_unwanted_restart(run_dir))
     joining.open_directory(run_dir, world, memory)
-    lock, fetching = RunLock(run_dir, "training"), None
+    lock, fetching = RunLock(run_dir, TRAINING), None
     while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
     try:

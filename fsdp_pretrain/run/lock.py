@@ -28,6 +28,8 @@ from .state_files import DamagedFileError, StateFile
 
 BEAT_SECONDS, SILENT_SECONDS = 10.0, 90.0
 """Seconds between two beats, and seconds without one after which a holder on another host counts as dead."""
+TRAINING = "training"
+"""The purpose of a lock whose holder `control` can ask to stop."""
 _READS, _RETRY_SECONDS = 10, 0.1
 _TURN = 1.0
 
@@ -205,12 +207,14 @@ class RunLock:
         )
 
     def _busy(self, held: LeaseRecord | None) -> BusyError:
+        waiting = "wait for its end"
+        if held is None or held.purpose == TRAINING:
+            waiting += f", or ask it to stop: fsdp-pretrain control {self._run.path} stop"
         return BusyError(
             self._describe(held),
-            effect="two writers would mix two lines of training in one run",
-            remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is detected: on its own host at once, from others after {SILENT_SECONDS:g}s without a "
-            f"heartbeat (one every {BEAT_SECONDS:g}s)",
+            effect="two writers would mix what they write in one directory",
+            remedy=f"{waiting}. A holder that was killed is detected: on its own host at once, from others after "
+            f"{SILENT_SECONDS:g}s without a heartbeat (one every {BEAT_SECONDS:g}s)",
         )
 
     def check(self) -> None:
