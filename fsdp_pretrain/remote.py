@@ -7,8 +7,10 @@ Credentials come from where fsspec and the vendor's library look for them, never
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import ConfigError, DataError, Exit, install
+from .files import replacing
 
 T = TypeVar("T")
 _SCHEMES = ("s3", "gs", "az", "https", "http", "file")
@@ -167,12 +170,27 @@ class Remote:
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object. Raises RemoteError."""
-        self._call(name, lambda: self._files.pipe_file(self._path(name), content))
+        self._call(name, lambda: self._put(name, content))
 
     def upload(self, path: Path, name: str) -> None:
         """Copy a local file to an object. Raises RemoteError, OSError of `path`."""
         path.stat()
-        self._call(name, lambda: self._files.put_file(str(path), self._path(name)))
+        self._call(name, lambda: self._put(name, path))
+
+    def _put(self, name: str, content: bytes | Path) -> None:
+        """Write an object that readers see whole or not at all, as object storage does of itself."""
+        path = self._path(name)
+        if self.url.scheme == "file":
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with (
+                replacing(Path(path)) as file,
+                io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as source,
+            ):
+                shutil.copyfileobj(source, file)
+        elif isinstance(content, bytes):
+            self._files.pipe_file(path, content)
+        else:
+            self._files.put_file(str(content), path)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; absent ones are no error. Raises RemoteError."""
@@ -285,7 +303,7 @@ def _file_system(scheme: str) -> Any:
             **_CHECKSUMS,
         }
     if scheme == "file":
-        options = {"auto_mkdir": True, "skip_instance_cache": True}
+        options = {"skip_instance_cache": True}
     try:
         import fsspec
 

@@ -43,6 +43,24 @@ def test_objects_are_written_read_listed_and_removed(remote: Remote, tmp_path: P
     assert list(remote.list()) == ["below/b c+é%.bin"]
 
 
+def test_a_reader_never_meets_a_part_of_an_object(tmp_path: Path) -> None:
+    remote, versions = Remote(Url(f"file://{tmp_path}/storage")), [CONTENT * 400, CONTENT * 200]
+    (tmp_path / "local").write_bytes(versions[1])
+
+    def write() -> None:
+        for _ in range(20):
+            remote.write("a", versions[0])
+            remote.upload(tmp_path / "local", "a")
+
+    remote.write("a", versions[0])
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        assert remote.read("a") in versions
+    writer.join()
+    assert remote.list() == {"a": len(versions[1])}
+
+
 def test_absent_objects_and_wrong_ranges(remote: Remote) -> None:
     with pytest.raises(RemoteError, match=r"here/x does not exist") as raised:
         remote.read("x")
