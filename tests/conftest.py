@@ -32,7 +32,6 @@ pytest.register_assert_rewrite("watch")
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
-_COLLECTED = pytest.StashKey[set[tuple[str, str, tuple[str, ...]]]]()
 # The slowest files first, of the default suite and of the slow one, so that parallel workers finish at the same time.
 LONG = (
     *"docs launch extensions eval sequences soak nodes fake_step mirror_runs elsewhere fuzz kills quickstart".split(),
@@ -49,19 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Remember all tests, before `-m` leaves some out; put the slowest files first."""
-    marks = [(item, item.get_closest_marker("shows")) for item in items]
-    config.stash[_COLLECTED] = {
-        (item.path.name, getattr(item, "originalname", item.name), mark.args if mark else ()) for item, mark in marks
-    }
+    """Put the slowest files first."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
-
-
-@pytest.fixture
-def collected(request: pytest.FixtureRequest) -> set[tuple[str, str, tuple[str, ...]]]:
-    """(file, function, rows of docs/operations.md) of all tests that this session collected."""
-    return request.config.stash[_COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-import xxhash
-from processes import Run
+from processes import CLI, Run
+from sight import tree
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import read_metrics
-
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +38,11 @@ def parent(module_lab: Any, sources: list[dict[str, Any]]) -> Path:
     return run
 
 
-def contents(run: Path) -> dict[str, str]:
-    files = sorted(path for path in run.rglob("*") if path.is_file())
-    return {str(path): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
-
-
 @pytest.mark.promise("anneal")
 def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
     parent: Path, sources: list[dict[str, Any]], lab: Any, run_command: Run, helpers: Any
 ) -> None:
-    new, mix, before = lab.path / "new", lab.path / "mix.toml", contents(parent)
+    new, mix, before = lab.path / "new", lab.path / "mix.toml", tree(parent)
     mix.write_text(
         f'[[sources]]\nname = "text"\npath = "{sources[0]["path"]}"\nweight = 1\n'
         f'[[sources]]\nname = "best"\npath = "{sources[0]["path"]}"\nweight = 3\n'
@@ -69,7 +62,7 @@ def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
     shares = {record.step: record.ramps.shares for record in trained}
     assert shares[20] == {"text": 0.75, "old": 0.25} or shares[20] == {"text": 0.75, "old": 0.25, "best": 0.0}
     assert shares[32] == {"text": 0.25, "old": 0.0, "best": 0.75}
-    assert contents(parent) == before
+    assert tree(parent) == before
     again = run_command(CLI, "fork", new, "--at", 30, lab.path / "again", "--anneal", "4 steps", "--mix", mix)
     assert again.returncode == 0, again.stderr  # `old` has ended
     shares = open_packer(load(lab.path / "again" / "config.toml")).mixture.shares

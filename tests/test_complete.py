@@ -8,13 +8,12 @@ import signal
 from typing import Any
 
 import pytest
-from processes import ROOT, Run
+from processes import CLI, ROOT, Run
 from sight import PATIENT, agents, steps, until
 
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.views.trackers.run_facts import read_facts
 
-CLI = "fsdp_pretrain.cli"
 TOTAL = 12
 FASTER = "optimizer.lr=2e-2"
 BEFORE_ITS_PLACE = {"rank": 0, "verb": "rename", "path": r"lineage\.json$", "after": ""}
@@ -127,6 +126,15 @@ def test_a_start_of_a_complete_run_changes_nothing(
     assert re.search(rf"last start +{starts + 1} trained nothing: {told}", shown), shown
 
 
+@pytest.mark.slow
+@pytest.mark.promise("complete")
+def test_launch_of_a_complete_run_changes_nothing(complete: Views, run_command: Run) -> None:
+    for arguments, code in (((FASTER,), 78), ((), 0)):
+        run_command(CLI, "launch", "--nproc-per-node", 1, complete.config, *arguments, expect=code)
+        until(lambda: not agents(complete.run), what="the end of the watchdog")
+        assert complete.said() == complete.before
+
+
 def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
     """After starts that trained nothing."""
     complete.again(FASTER, codes=(78,))
@@ -136,19 +144,6 @@ def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
     assert "before" not in json.loads((complete.run / "status.json").read_text())
     account = json.loads(complete.ask("goodput", complete.run, "--json")[1])
     assert account["tokens"] == 16 * 8 * 32 and account["states"]["idle"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.promise("complete")
-def test_launch_of_a_complete_run_changes_nothing(module_lab: Any, run_command: Run) -> None:
-    run = Views(module_lab, run_command, "launched")
-    for arguments, code in (((), 0), ((FASTER,), 78), ((), 0)):
-        run_command(CLI, "launch", "--nproc-per-node", 1, run.config, *arguments, expect=code)
-        until(lambda: not agents(run.run), what="the end of the watchdog")
-        if not arguments and len(RunDir(run.run).segments) == 1:
-            run.status()
-            before = run.said()
-        assert run.said() == before
 
 
 @pytest.fixture(scope="module")

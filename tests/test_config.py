@@ -132,6 +132,9 @@ def test_a_misspelt_required_key_is_one_problem(good: Path) -> None:
         ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
         ("watchdog.hang.soft=0 s", "'0 s' is too short"),
         (f"parallel.timeout={'9' * 400} s", "is too long"),
+        ("data.skip=['5:5 samples']", "it ends where it begins"),
+        ("data.skip=['5:9']", "not a range of samples"),
+        ("data.reshuffle=['5 steps']", "counted in samples or tokens, not in steps"),
     ],
 )
 def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None:

@@ -142,12 +142,12 @@ def test_a_run_whose_shards_were_damaged_is_refused_until_they_are_whole(lab: An
 def test_a_live_run_whose_cache_is_damaged(lab: Any, helpers: Any) -> None:
     """Two ranks, while they train: blocks get the content of others, again and again, and the batches are the same."""
     corpus = build(lab.path / "corpus", Tokenizer.load(lab.tokenizer))
-    train = {"duration": "60 steps", "global_batch": "16 samples"}
+    train = {"duration": "35 steps", "global_batch": "16 samples"}
     lab.train(lab.config("whole", data=sources(corpus), train=train), ranks=2)
     data = {**sources(url(corpus)), "cache": {"dir": str(lab.path / "cache"), "size": "1GB"}}
     run = lab.path / "run"
     job = lab.start(lab.config(data=data, train=train), ranks=2)
-    for step in range(5, 50, 5):
+    for step in range(5, 30, 5):
         until(lambda step=step: len(helpers.metrics(run)) >= step or None not in job.codes(), what=job.output)  # type: ignore[misc]
         blocks = sorted((lab.path / "cache").glob("*/blocks/*"))
         for path, other in zip(blocks, blocks[1:] + blocks[:1], strict=True):

@@ -184,7 +184,7 @@ def test_two_epochs_through_a_small_cache_and_every_fault(elsewhere: Any, helper
 @pytest.mark.promise("remote-corpora")
 def test_storage_that_is_away_and_comes_back_in_time(elsewhere: Any, helpers: Any) -> None:
     """Training goes on from the cache, an alarm names the object within a minute, and no restart is needed."""
-    there, batch, total = elsewhere(2_000_000), 128, 400  # after two steps, the cache has the first 64
+    there, batch, total = elsewhere(2_000_000), 128, 200  # after two steps, the cache has the first 64
     size = sum(there.bytes.values()) // 2
     job = there.start(there.config(total, batch=batch, size=size, read_timeout="140 s"))
     there.reach(5, job)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from object_store import Faults, ObjectStore
+from processes import CLI
 from records import step_record
 from sight import contents
 from test_mirror import Carried
@@ -25,8 +26,6 @@ from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.views.status import inspect
 from fsdp_pretrain.views.watch import page
 from fsdp_pretrain.views.watch.following import RunFollower
-
-CLI = "fsdp_pretrain.cli"
 
 
 class Elsewhere(Carried):

@@ -145,8 +145,6 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
         (["--num_fewshot", "1"], ["unrecognized arguments: --num_fewshot"]),
         (["--tasks", ",,"], ["argument --tasks: ',,' names nothing"]),
         (["--tasks", "choose.yaml"], ["'choose.yaml': a task is given by its name", "--include DIRECTORY"]),
-        # It is looked for among all of lm-eval's, which takes long.
-        pytest.param(["--tasks", "arcade"], ["lm-eval has no task 'arcade'"], marks=pytest.mark.slow),
         (["eval.tasks=[]"], ["eval.tasks names no task"]),
         (["eval.log_samples=true"], ["eval.log_samples needs --out FILE"]),
         (["--out", "/proc/none/results.json"], ["/proc/none"]),

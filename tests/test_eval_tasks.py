@@ -195,9 +195,3 @@ def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) 
     total = sum(plain.loglikelihood_rolling([request(text) for text in texts], True))
     bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
     assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
-
-
-def test_no_task_is_refused(shared_corpus: Path) -> None:
-    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
-    with pytest.raises(Exception, match=r"eval\.tasks names no task"):
-        evaluate(subject(tokenizer, build()), EvalSection(tasks=[]))

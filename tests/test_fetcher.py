@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -159,12 +160,7 @@ def test_a_cache_is_of_one_run_at_a_time(
 @pytest.mark.slow
 def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """An object that is missing, then damaged: named with the cause; once it is back, training goes on."""
-    remote = tmp_path / "remote"
-    remote.mkdir()
-    for path in corpus.rglob("*"):
-        if path.is_file():
-            (remote / path.relative_to(corpus)).parent.mkdir(parents=True, exist_ok=True)
-            (remote / path.relative_to(corpus)).write_bytes(path.read_bytes())
+    remote = shutil.copytree(corpus, tmp_path / "remote")
     node = nodes(corpus=remote)
     found = node.train(100)
     whole = {path: path.read_bytes() for path in remote.glob("shards/*.bin")}

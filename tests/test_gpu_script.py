@@ -97,7 +97,7 @@ def test_mistakes_are_refused(helpers: Any, tmp_path: Path, arguments: list[str]
 @pytest.mark.timeout(1200)
 def test_a_dry_run(tmp_path: Path, helpers: Any) -> None:
     """One part of every kind."""
-    chosen = ["suite", "peers-7b", "7b-document", "saves", "1b-8k"]
+    chosen = ["suite", "peers-7b", "7b-document", "saves"]
     done = run(helpers, "--dry", "--minutes", "15", "--only", ",".join(chosen), tmp_path)
     assert done.returncode == 0 and not (tmp_path / "scratch").exists(), done.stdout
     parts = [line.removeprefix("## ").partition(":")[0] for line in done.stdout.splitlines() if ": passed, " in line]

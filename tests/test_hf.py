@@ -349,9 +349,7 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert saved.manifest().optimizer is True
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-llama3", "qwen3", "mistral-short-window", "olmo3-yarn", "gemma3_text-linear", "bloom"]
-)
+@pytest.mark.parametrize("name", ["qwen3", "mistral-short-window", "olmo3-yarn", "gemma3_text-linear", "bloom"])
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
     """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)
@@ -400,9 +398,9 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any) -> None:
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_file_not_of_the_model(lab: Any) -> None:
-    """400 MB of weights are imported and exported in files of 40 MB; own memory (not the pages of mapped files) grows
+    """270 MB of weights are imported and exported in files of 40 MB; own memory (not the pages of mapped files) grows
     by a few times that."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
     config = transformers.LlamaConfig(**{**TINY_LLAMA, **sizes, "num_key_value_heads": 16})
     transformers.LlamaForCausalLM(config).save_pretrained(lab.path / "theirs")
     path = configure(lab, lab.path / "theirs")
@@ -423,5 +421,5 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any) -> None:
         "print(json.dumps([*marks, peak()]))"
     )
     start, imported, exported = json.loads(python("-c", code).stdout)
-    assert sum(path.stat().st_size for path in (lab.path / "out").glob("*.safetensors")) > 400e6
-    assert imported - start < 150 and exported - start < 150, (start, imported, exported)
+    assert sum(path.stat().st_size for path in (lab.path / "out").glob("*.safetensors")) > 265e6
+    assert imported - start < 120 and exported - start < 120, (start, imported, exported)

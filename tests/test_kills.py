@@ -125,7 +125,7 @@ FEW = ["shard-1", "manifest-named", "commit-durable"]
     [
         (FEW, True, False),
         pytest.param(list(POINTS), True, False, marks=pytest.mark.slow),
-        pytest.param(list(POINTS), False, True, marks=pytest.mark.slow),
+        pytest.param(list(POINTS)[::2], False, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.promise("verified")

@@ -305,7 +305,9 @@ def test_runs_that_do_not_belong_to_the_ladder_are_refused(
 @pytest.mark.slow
 def test_the_trainer_accepts_every_run_of_a_ladder(lab: Any, run_command: Run, tmp_path: Path) -> None:
     model = {**MODEL, "layers": 6, "hidden": 192, "heads": 6, "kv_heads": 3, "ffn": 512}
-    path = lab.config("target", model=model, train={"duration": "1M tokens", "global_batch": "256 samples"})
+    path = lab.config(
+        "target", model=model, train={"duration": "1M tokens", "global_batch": "256 samples", "micro_batch": 256}
+    )
     out = tmp_path / "ladder"
     assert run_command("fsdp_pretrain.cli", "plan", path, "--ladder", 3, "--out", out).returncode == 0
     names = [run["name"] for run in json.loads((out / "ladder.json").read_text())]

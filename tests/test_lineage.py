@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from machines import Disk
 from processes import CLI, Run
+from records import flip
 from sight import tree
 from traps import killed_at
 
@@ -137,10 +138,7 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     copy: tuple[Path, Path], step: int, options: dict[str, Any], expected: str
 ) -> None:
     _, run = copy
-    damaged = run / "checkpoints/step-00000018/__0_0.distcp"
-    raw = bytearray(damaged.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    damaged.write_bytes(raw)
+    flip(run / "checkpoints/step-00000018/__0_0.distcp")
     before = tree(run)
     with pytest.raises(UserError) as caught:
         rollback(RunDir(run), step, **options)
@@ -250,9 +248,7 @@ def test_what_decides_the_line_is_refused_when_it_is_damaged(
         assert killed_at(lambda: rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"]), operation)
         operation += 1
     RunDir(run).lock.unlink(missing_ok=True)
-    raw = bytearray((run / name).read_bytes())
-    raw[len(raw) // 2] ^= 4
-    (run / name).write_bytes(raw)
+    flip(run / name, bit=2)
     before = tree(run)
     output = lab.train(config, f"run.dir={run}", "train.micro_batch=4", ranks=2, expect=78)
     assert f"{run / name} is damaged" in output and "remedy" in output and output.count("error:") == 1

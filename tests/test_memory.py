@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import ROOT, python
-from torch.profiler import ProfilerActivity, profile
+from weigh import highest
 
 from fsdp_pretrain import models
 from fsdp_pretrain.bench import steps
@@ -78,13 +78,7 @@ def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, An
     trainer.step()
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     before = sum(getattr(t, "_local_tensor", t).nbytes for t in (*trainer.model.parameters(), *moments))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        trainer.step()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = before
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
+    peak = highest(before, trainer.step)
     parts = memory.estimate(config, shards=1, micro_batches=8 // config.train.micro_batch, device=CPU)
     assert peak > 2 * before
     assert parts.total == pytest.approx(peak, rel=0.05)

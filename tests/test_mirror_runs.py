@@ -36,7 +36,6 @@ from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
 pytestmark = pytest.mark.timeout(600)
-FLAG = ("--from-mirror",)
 
 
 @pytest.fixture
@@ -238,8 +237,7 @@ def test_every_whole_copy_of_a_run_continues_to_the_bit(
     """A tenth of all answers and uploads is wrong, cut or refused, and training is killed in an upload. Then each whole
     checkpoint of the mirror is restored through the same storage; the oldest without any record, run id included."""
     policy = {"every": "4 steps", "keep_last": 3, "mirror": f"{object_store.url}/runs"}
-    sections = {"checkpoint": policy, "launch": HASTE, "watchdog": PATIENT}
-    config, run = lab.config("run", **sections), lab.path / "run"
+    config, run = lab.config("run", checkpoint=policy), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "run.name=whole", ranks=2)
     reference = helpers.losses(lab.path / "whole")
     object_store.faults = lying = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)

@@ -175,7 +175,6 @@ def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
     def start(nnodes: str) -> list[Side]:
         sections = {"train": {"duration": "300 steps"}, "checkpoint": {"every": "10 steps"}, "launch": HASTE}
         config = lab.config(parallel={**SLOW, "shard": 1}, **sections)
-        lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2)
         for node in two_nodes(ranks=1, nnodes=nnodes):
             started.append(Side(node, config, lab.path / f"{node.name}.log"))
         until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None)
@@ -231,5 +230,6 @@ def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides) -> 
     until(lambda: not lives(stale))
     for side in both:
         side.ends(0)
+    lab.train(lab.path / "run.toml", f"run.dir={lab.path / 'whole'}", ranks=2)
     same_curve(helpers, lab)
     assert intent(run)["code"] == 0 and json.loads((run / "status.json").read_text())["state"] == "complete"

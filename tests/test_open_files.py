@@ -38,13 +38,12 @@ def test_a_limit_is_raised_as_far_as_the_host_allows(
     assert done.stdout.strip() == expected
 
 
-@pytest.mark.slow
-def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any, helpers: Any) -> None:
+def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any) -> None:
     """By a rank before it connects to others."""
-    rank = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
-    line = [sys.executable, "-m", "fsdp_pretrain.train", str(lab.config())]
-    done = limited(1024, 1024, *line, env=helpers.environment(**rank))
-    assert done.returncode == 78, done.stderr
+    limit = lab.path / "limit.py"
+    limit.write_text("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))\n")
+    world = {"WORLD_SIZE": "1024", "LOCAL_WORLD_SIZE": "8", "EXECUTE_FIRST": str(limit)}
+    output = lab.train(lab.config(), expect=78, variables=world)
     said = f"allows 1024 open files in a process, and a rank of this world needs {files_needed(1024, 8)}"
-    assert said in done.stderr
+    assert said in output
     assert not list(lab.path.glob("run/segments/*"))

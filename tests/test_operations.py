@@ -6,10 +6,9 @@ python tests/test_operations.py    # writes the names and the numbers into the p
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
-from marked import by_row, marked
+from marked import by_row
 from processes import ROOT
 
 pytestmark = pytest.mark.quick
@@ -52,14 +51,6 @@ def test_every_row_is_answered() -> None:
         refused = row[3].startswith("Not supported, because ")
         assert not tests[each] or not refused, f"{each} has tests"
         assert tests[each] or refused or "`fsdp-" in row[3], f"{each} has no answer"
-
-
-def test_what_is_marked_is_collected(request: pytest.FixtureRequest, collected: set[tuple[Any, ...]]) -> None:
-    """In the files of this session, pytest finds the marks that the page was written from, on tests that it runs."""
-    if not any("::" in argument for argument in request.config.args):
-        files = {file for file, _, _ in collected}
-        expected = {(test.file, test.name, test.rows) for test in marked("shows") if test.file in files}
-        assert {each for each in collected if each[2]} == expected
 
 
 if __name__ == "__main__":

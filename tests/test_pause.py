@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT
+from processes import CLI, ROOT
 from sight import PATIENT, steps, until
 
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.requests import send
 
-CLI = "fsdp_pretrain.cli"
 LONG = {"duration": "100_000 steps", "micro_batch": 2}
 
 

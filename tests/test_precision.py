@@ -173,21 +173,20 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.mark.shows("A3")
-@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_plain_torch(module_lab: Any, helpers: Any, case: str, ranks: int) -> None:
+def test_steps_are_those_of_plain_torch(module_lab: Any, helpers: Any, case: str) -> None:
     """Four steps: loss, norm and parameters, in one process with plain cross-entropy, clipping and AdamW; samples have
     different numbers of targets."""
     path = module_lab.config(
-        f"{case}-{ranks}",
+        case,
         data={"sequence_length": 16, "loss_across_documents": False},
-        train={"grad_clip": 0.5, "duration": "4 steps", "micro_batch": 4 // ranks},
+        train={"grad_clip": 0.5, "duration": "4 steps", "micro_batch": 1},
         optimizer={"curve": "constant", "warmup": "0 steps", "eps": 1e-6},
         checkpoint={"every": "1 step", "keep_last": 9},
-        parallel={"shard": min(ranks, 2)},
+        parallel={"shard": 2},
     )
-    module_lab.train(path, *CASES[case], ranks=ranks)
-    config, run = load(path, CASES[case]), module_lab.path / f"{case}-{ranks}"
+    module_lab.train(path, *CASES[case], ranks=4)
+    config, run = load(path, CASES[case]), module_lab.path / case
     records, packer = helpers.metrics(run), open_packer(config)
     model = materialise(models.build(config.model), config.run.seed, torch.device("cpu"))
     spared = [p for name, p in model.named_parameters() if "norm" in name]

@@ -128,7 +128,7 @@ def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> 
     tokenizer, options = str(shared_corpus / "tokenizer"), list[str]()
     folder.mkdir()
     if kind == "prepare":
-        write(folder / "a.jsonl", texts * 120)
+        write(folder / "a.jsonl", texts * 60)
         options = ["--shard-size", "200KB", "--workers", "2", "--tokenizer", tokenizer]
     elif kind == "split":
         for number in range(40):  # 8 MB make a part

@@ -105,7 +105,8 @@ def test_every_copy_of_the_state_is_made_into_the_same_memory() -> None:
 
 
 def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> None:
-    config = lab.config(checkpoint={"every": "2 steps", "keep_last": 20}, parallel={"shard": 1})
+    sections = {"train": {"duration": "10 steps"}, "checkpoint": {"every": "2 steps", "keep_last": 20}}
+    config = lab.config(parallel={"shard": 1}, **sections)
     lab.train(config, ranks=2)
     lab.train(config, f"run.dir={lab.path / 'waiting'}", "checkpoint.background=false", ranks=2)
     assert helpers.losses(lab.path / "run") == helpers.losses(lab.path / "waiting")
@@ -113,7 +114,7 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> Non
         [checkpoint.manifest().state_digest for checkpoint in Store(lab.path / run / "checkpoints").scan()]
         for run in ("run", "waiting")
     ]
-    assert len(set(digests[0])) == 10 and digests[0] == digests[1]
+    assert len(set(digests[0])) == 5 and digests[0] == digests[1]
 
 
 def test_ctrl_c_of_the_benchmark_leaves_nothing(lab: Any, tmp_path: Path) -> None:
