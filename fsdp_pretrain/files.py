@@ -16,6 +16,8 @@ from .errors import naming
 
 _WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of file systems without hard links."""
+PARTIAL = ".partial"
+"""End of the name of a file that is being written."""
 _LOCK_PAUSE = 0.05
 """Seconds between two tries to take a lock."""
 
@@ -60,7 +62,7 @@ def create_file(path: Path, content: str | bytes) -> None:
 def replacing(path: Path, put: Callable[[Path, Path], object] = Path.replace) -> Iterator[IO[bytes]]:
     """Open a new file beside `path`, with a unique name. At the end of the block, make it durable and `put` it in
     place; after an error, remove it. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{PARTIAL}")
     try:
         with naming(path), partial.open("wb") as file:  # errors name `path`, not the temporary file
             yield file

@@ -19,6 +19,7 @@ from sight import until
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.files import PARTIAL
 from fsdp_pretrain.helper_process import HelperProcess
 from fsdp_pretrain.job.mirroring import start_uploader
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
@@ -256,7 +257,7 @@ def test_a_mirror_does_not_follow_a_run_directory_that_goes(carried: Carried) ->
 
 @pytest.mark.shows("F53")
 def test_a_killed_uploader_comes_back(carried: Carried) -> None:
-    """As a process, ended by a word of the rank that runs it."""
+    """As a process, ended by a word of the rank that runs it. What it was writing goes."""
     process = carried.process()
     until(lambda: mirror_status.read(carried.run))
     first = process.process
@@ -264,10 +265,13 @@ def test_a_killed_uploader_comes_back(carried: Carried) -> None:
     first.kill()
     died = "the process that copies ended with -9"
     until(lambda: (report := mirror_status.read(carried.run, 1)) is not None and died in report.problem)
+    half = carried.mirror / "record" / f".{'0' * 14}-copy{PARTIAL}"
+    half.parent.mkdir(parents=True, exist_ok=True)
+    half.write_bytes(b"half")
     carried.save(10)
     process.finish()
     until(lambda: process.ended, what=lambda: str(mirror_status.read(carried.run)))
-    assert carried.whole() == [10]
+    assert carried.whole() == [10] and not half.exists()
     report = mirror_status.read(carried.run, 1)
     assert report is not None and (report.newest, report.problem) == (10, "")
     assert not mirror_status.copied_steps(carried.run, 1)

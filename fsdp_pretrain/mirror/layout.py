@@ -34,6 +34,7 @@ from fsdp_pretrain.checkpoint.store import (
 )
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, UserError
+from fsdp_pretrain.files import PARTIAL
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 from fsdp_pretrain.run import lineage, state_files
 from fsdp_pretrain.run.lineage import LineageNode
@@ -111,6 +112,7 @@ class MirrorState:
 
     records: list[MirroredRecord]  # copies of the record, newest first
     checkpoints: list[MirroredCheckpoint]  # all directories, oldest step first
+    partial: list[str]  # names of what a killed process was writing; only in a directory (`file://`)
 
     @property
     def whole(self) -> list[MirroredCheckpoint]:
@@ -146,7 +148,7 @@ class RunMirror:
         checkpoints = [
             MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())
         ]
-        return MirrorState(records[::-1], checkpoints)
+        return MirrorState(records[::-1], checkpoints, [name for name in sizes if name.endswith(PARTIAL)])
 
     def _manifest(self, step: int) -> bytes | None:
         """The stored bytes of a manifest, perhaps damaged; None if there is none."""

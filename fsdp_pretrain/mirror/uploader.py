@@ -81,6 +81,7 @@ class Uploader:
             return _LOOK_SECONDS
         state = self._mirror.look()
         refuse_another(self._run, state, self._mirror.url)
+        self._mirror.remote.delete(state.partial)
         waiting, nodes = self._waiting(local, state), lineage.nodes(self._run)
         on_line = [item for item in state.whole if not item.is_abandoned(nodes)]
         self._retain(state, on_line, {item.step for item in waiting})
