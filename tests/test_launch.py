@@ -105,19 +105,19 @@ def segments(job: Launched) -> int:
     return len(list((job.run / "segments").iterdir()))
 
 
-def dies_at(folder: Path, cursor: int) -> Path:
-    """A folder for PYTHONPATH: rank 1 crashes when it has read the batch that ends at a cursor."""
+def with_each_batch(folder: Path, statement: str) -> Path:
+    """A folder for PYTHONPATH: every rank executes a statement when it has read a `batch`."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        SET_CONSTANTS + "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
+        SET_CONSTANTS + "import os, time\n"
+        "if rank := os.environ.get('RANK'):\n"
         "    from fsdp_pretrain.data.packing import loader\n"
         "    real = loader.Loader.__next__\n"
-        "    def fail(self):\n"
+        "    def then(self):\n"
         "        batch = real(self)\n"
-        f"        if batch.position.cursor == {cursor}: raise RuntimeError('a defect')\n"
+        f"        {statement}\n"
         "        return batch\n"
-        "    loader.Loader.__next__ = fail\n"
+        "    loader.Loader.__next__ = then\n"
     )
     return folder
 
@@ -163,7 +163,9 @@ def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, con
     options = ("--time-limit", "120 s") if how == "limit" else ()
     constants("fsdp_pretrain.launch.limit", LEAST=45.0)
     train = {**LONG, "duration": "400_000 steps"}
-    job = launch(lab.config(train=train, checkpoint={"every": "1000 steps"}, launch=HASTE), options=options)
+    pace = helpers.python_path(with_each_batch(lab.path / "pace", "time.sleep(0.1)"))  # for other tests beside this one
+    config = lab.config(train=train, checkpoint={"every": "1000 steps"}, launch=HASTE)
+    job = launch(config, options=options, PYTHONPATH=pace)
     if how != "limit":  # which comes whatever step has been reached
         job.reaches(5)
     if how == "one-rank":
@@ -218,7 +220,8 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, he
     """Three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     saved = {"every": "10 steps", "background": False}  # before the first death, however slow the machine is
     config = lab.config(train=LONG, checkpoint=saved, launch=HASTE)
-    job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
+    defect = f"if (rank, batch.position.cursor) == ('1', {13 * 8}): raise RuntimeError('a defect')"
+    job = launch(config, PYTHONPATH=helpers.python_path(with_each_batch(lab.path / "fault", defect)))
     printed = job.ends(93)
     assert segments(job) == 4  # the first made a checkpoint, the three others none
     intent = job.intent()
