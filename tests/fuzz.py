@@ -1,6 +1,6 @@
 """Mutated files for every reader of external files: each must end with an exit code, in bounded time and memory.
 
-    python tests/fuzz.py                                   4,000 files with seed 1: what the slow tests run
+    python tests/fuzz.py                                   4,000 files with seed 1; the slow tests run 600
     python tests/fuzz.py --seed 7 --cases 2000 --only zst parquet
     python tests/fuzz.py --seed 7 --only zst --case 412    repeat one case: prints its output and keeps its files
 
