@@ -7,7 +7,6 @@ Credentials come from where fsspec and the vendor's library look for them, never
 from __future__ import annotations
 
 import contextlib
-import io
 import random
 import re
 import shutil
@@ -182,11 +181,12 @@ class Remote:
         path = self._path(name)
         if self.url.scheme == "file":
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with (
-                replacing(Path(path)) as file,
-                io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as source,
-            ):
-                shutil.copyfileobj(source, file)
+            with replacing(Path(path)) as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    with content.open("rb") as source:
+                        shutil.copyfileobj(source, file)
         elif isinstance(content, bytes):
             self._files.pipe_file(path, content)
         else:

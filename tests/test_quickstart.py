@@ -26,7 +26,7 @@ record = { aim = false }
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
-    """A short one, killed while it trains, and finished."""
+    """A short one, killed while it trains, finished, and started again: the last trains nothing."""
     for name in ("scripts", "fsdp_pretrain", "data", "eval", "configs", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -50,10 +50,13 @@ def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
             break
     os.killpg(first.pid, 9)
     first.wait()
-    output = start().communicate()[0]
-    assert UNCHANGED in output and "[resume]" in output, output
-    assert "\x1b" not in output and f"  open        {run}/report.html\n" in output, output
-    assert (run / "report.html").stat().st_size > 10_000 and len(list((run / "segments").iterdir())) == 2
+    outputs = [start().communicate()[0]]
+    assert UNCHANGED in outputs[0] and "[resume]" in outputs[0], outputs[0]
+    outputs.append(start().communicate()[0])
+    assert "step=" not in outputs[1], outputs[1]
+    for output in outputs:
+        assert "\x1b" not in output and f"  open        {run}/report.html\n" in output, output
+    assert (run / "report.html").stat().st_size > 10_000 and len(list((run / "segments").iterdir())) == 3
     logs = [*run.glob("segments/*/log"), run / "evals/log", run / "CHRONICLE.md"]
     assert all(b"\x1b" not in path.read_bytes() for path in logs if path.exists())
     assert list(run.glob("evals/step-00000012/*/results.json"))
