@@ -4,15 +4,17 @@
 #
 #   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages; started again, it
 #                                    goes on where it was interrupted, and makes nothing again that is already there
-#   RANKS=2 scripts/quickstart.sh    fewer processes
+#   RANKS=2 scripts/quickstart.sh    fewer processes; four without this, or as many of 1, 2 and 4 as there are GPUs
 #   INSTALL=no scripts/quickstart.sh with the packages of the active Python; nothing is installed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 . scripts/environment.sh all
-ranks=${RANKS:-4}
+gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+ranks=${RANKS:-$((gpus == 0 || gpus > 3 ? 4 : gpus == 1 ? 1 : 2))}
 work=runs/quickstart
-config=configs/runs/quickstart.toml
+config=(configs/runs/quickstart.toml)
+[ "$ranks" -gt 1 ] || config+=(parallel.shard=1)
 bold='' plain=''
 if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 say() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
@@ -29,11 +31,11 @@ fsdp-data prepare $work/text/heldout.jsonl --tokenizer $work/tokenizer --out $wo
 fsdp-data validate $work/corpus $work/heldout
 
 say "plan"
-fsdp-pretrain plan $config --world-size "$ranks"
+fsdp-pretrain plan "${config[@]}" --world-size "$ranks"
 
-say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
+say "train on $ranks rank(s) (starting this script again continues from the newest checkpoint)"
 printf 'look at it from another terminal: %s watch %s/run\n' "$(command -v fsdp-pretrain)" "$work"
-torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train $config
+torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train "${config[@]}"
 
 say "evaluate what is still due (the trainer started the rest during training)"
 fsdp-eval watch $work/run --once --wait

@@ -52,7 +52,7 @@ tests=(-v --tb=short -o timeout=150)
 documents=data.attention=document eager=parallel.compile=false
 whole=(--fake-ranks 8 --accumulation 2 model.layers=32 model.declared_params=6_738_415_616)  # all of it, one rank of 8
 
-part suite 240 -m pytest -m gpu tests/gpu "${tests[@]}"
+part suite 300 -m pytest -m gpu tests/gpu "${tests[@]}"
 bench peers-7b 190 llama-7b-layers --peers --rounds 2 --limit 90
 bench 7b-rank 70 llama-7b-layers "${whole[@]}"
 bench 7b-rank-float8 70 llama-7b-layers "${whole[@]}" train.precision=bf16+fp8

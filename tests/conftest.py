@@ -40,9 +40,11 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Slow tests are not quick, even in a quick file. Ctrl-C reaches the processes that tests start."""
+    """Slow tests are not quick, even in a quick file; only GPU tests see GPUs; Ctrl-C reaches what tests start."""
     if config.option.markexpr == "quick":
         config.option.markexpr = "quick and not slow"
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
 
 

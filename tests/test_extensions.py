@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from laboratory import moved
-from processes import CLI, ROOT, Run, python
+from processes import CLI, ROOT, Run, python, python_path
 
 from fsdp_pretrain import extensions
 from fsdp_pretrain.checkpoint.code_identity import other_code
@@ -44,7 +43,7 @@ def packages(tmp_path_factory: Any) -> Path:
 
 def found_in(folder: Path) -> dict[str, str]:
     """Variables of a process that can import the packages of a folder."""
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/constants"), str(folder)])}
+    return {"PYTHONPATH": python_path(folder)}
 
 
 @pytest.fixture(scope="module")

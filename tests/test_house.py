@@ -7,6 +7,7 @@ import functools
 import graphlib
 import importlib.metadata
 import itertools
+import os
 import re
 import sys
 import tomllib
@@ -195,6 +196,10 @@ def test_modules_called_data_and_eval_are_left_to_the_user(tmp_path: Path) -> No
         (tmp_path / f"{name}.py").write_text("")
     code = "import data, eval, fsdp_pretrain.data.cli, fsdp_pretrain.eval.jobs; print(data.__file__)"
     assert python("-c", code, cwd=tmp_path).stdout.strip() == str(tmp_path / "data.py")
+
+
+def test_only_gpu_tests_see_gpus() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_files_fit_a_head() -> None:

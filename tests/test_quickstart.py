@@ -23,24 +23,29 @@ record = { aim = false }
 """
 
 
+def shortened(folder: Path) -> Path:
+    """A copy of the checkout with a quickstart of 12 steps; returns its script."""
+    for name in ("scripts", "fsdp_pretrain", "data", "eval", "configs", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    config = folder / "configs/runs/quickstart.toml"
+    config.rename(config.with_name("full.toml"))
+    config.write_text(SHORT)
+    return folder / "scripts/quickstart.sh"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
     """A short one, killed while it trains, finished, and started again: the last trains nothing."""
-    for name in ("scripts", "fsdp_pretrain", "data", "eval", "configs", "pyproject.toml"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    config = tmp_path / "configs/runs/quickstart.toml"
-    config.rename(config.with_name("full.toml"))
-    config.write_text(SHORT)
+    script = shortened(tmp_path)
     environment = helpers.environment(INSTALL="no", RANKS="2", PYTHON=sys.executable, TERM="xterm")
     run = tmp_path / "runs/quickstart/run"
 
     def start() -> subprocess.Popen[str]:
-        script = ["bash", str(tmp_path / "scripts/quickstart.sh")]
         return subprocess.Popen(
-            script, env=environment, cwd="/", text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            ["bash", str(script)], env=environment, cwd="/", text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
     first = start()

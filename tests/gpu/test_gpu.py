@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_quickstart import shortened
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu"),
+]
 MEASURED = ["record.statistics_every=1 step"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -81,6 +85,19 @@ def test_the_launcher_and_the_doctor(module_lab: Any, config: Path, helpers: Any
         assert done.returncode == 0, done.stdout + done.stderr
     assert helpers.metrics(run)[-1]["step"] == 30
     assert torch.cuda.get_device_name(0) in done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_the_quickstart_takes_the_gpus_that_there_are(tmp_path: Path, helpers: Any) -> None:
+    pytest.importorskip("lm_eval")
+    environment = helpers.environment(INSTALL="no", PYTHON=sys.executable)
+    script = ["bash", str(shortened(tmp_path))]
+    done = subprocess.run(script, capture_output=True, text=True, cwd="/", env=environment, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = torch.cuda.device_count()
+    assert f"== train on {4 if count > 3 else min(count, 2)} rank(s)" in done.stdout
+    (environment_file,) = tmp_path.glob("runs/quickstart/run/segments/*/environment.json")
+    assert torch.cuda.get_device_name(0) in environment_file.read_text()
 
 
 def test_fp32_is_the_curve_of_the_cpu(module_lab: Any, config: Path, helpers: Any) -> None:

@@ -11,7 +11,10 @@ from fsdp_pretrain.watchdog.detectors.nvml import find_reader
 
 pytest.importorskip("pynvml")
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and -m gpu"),
+]
 
 
 def test_the_state_of_the_gpus() -> None:
