@@ -1,6 +1,6 @@
 """The memory that `plan` names against whole steps of shipped models, of any number of ranks.
 
-The deepest are cut to eight layers, but for one: the memory of a layer is the same in all. `python tests/fake_step.py`
+The deepest are cut to four layers, but for one: the memory of a layer is the same in all. `python tests/fake_step.py`
 prints those of all layers.
 """
 
@@ -32,7 +32,7 @@ FEWER = [
 def test_a_step_takes_the_memory_that_is_planned(tmp_path: Path, shape: Shape) -> None:
     """Exactly, but for what kernels need while they run."""
     config = shape.config(tmp_path)
-    if config.model.layers > 8 and shape.name != WHOLE:
-        config = replace(shape, overrides=(*shape.overrides, "model.layers=8")).config(tmp_path)
+    if config.model.layers > 4 and shape.name != WHOLE:
+        config = replace(shape, overrides=(*shape.overrides, "model.layers=4")).config(tmp_path)
     found = peak(config, shape.nodes * NODE, shape.micro_batches)
     assert planned(config, shape.micro_batches) == pytest.approx(found, rel=0.01)
