@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import scripted
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.corpus.corpus import Corpus
@@ -133,9 +134,9 @@ def test_another_list_at_the_same_place_is_declared(lab: Any, helpers: Any) -> N
     shard, listed = Corpus(lab.corpus).manifest.shards[0].name, lab.path / "bad.txt"
     config = lab.config(data={"exclude": str(listed)}, optimizer={"decay": "20 steps"})
 
-    def train(documents: list[int], steps: int, *allowed: str, expect: int = 0) -> str:
+    def train(documents: list[int], steps: int, *allowed: str, expect: int = 0, **more: Any) -> str:
         listed.write_text("".join(f"text {shard} {document}\n" for document in documents))
-        return str(lab.train(config, f"train.duration={steps} steps", flags=allowed, expect=expect))
+        return str(lab.train(config, f"train.duration={steps} steps", flags=allowed, expect=expect, **more))
 
     train([1, 2], 10)
     train([2, 1], 12)
@@ -145,6 +146,9 @@ def test_another_list_at_the_same_place_is_declared(lab: Any, helpers: Any) -> N
     train([1, 3], 16)
     assert "names other documents" in helpers.journal(lab.path / "run", "resume")[1]["text"]
     assert "names other documents" in train([], 18, expect=78)
+    train([5], 18, "--allow", "data.exclude", expect=-9, variables=scripted({17: [("kill", {})]}))
+    assert "names other documents" in train([6], 18, expect=78)  # than the start that saved nothing
+    train([5], 18)
 
 
 @pytest.mark.promise("bad-documents")

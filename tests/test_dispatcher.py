@@ -85,6 +85,15 @@ def test_an_alarm_is_told_when_it_opens_and_ends(life: Life) -> None:
     assert life.messages() == ["open disk/run", "open disk/run", "resolved disk/run"]
 
 
+def test_a_clock_that_was_ahead_for_years_delays_no_reminder(life: Life) -> None:
+    life.alarms.open("disk/run", CRIT, "none fits")
+    life.time += 7 * 365 * 24 * HOUR
+    life.deliver()
+    life.time -= 7 * 365 * 24 * HOUR
+    life.wait(50 * HOUR)
+    assert life.messages() == ["open disk/run", *3 * ["reminder disk/run"]]
+
+
 def test_a_reminder_comes_every_day_until_somebody_takes_it(life: Life) -> None:
     life.alarms.open("disk/run", CRIT, "none fits")
     start = life.time

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from machines import Disk
 from processes import CLI, Run
 from records import flip
@@ -16,6 +18,7 @@ from traps import killed_at
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.lineage.fork import fork
 from fsdp_pretrain.lineage.rollback import rollback
@@ -146,6 +149,42 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     assert tree(run) == before
 
 
+def test_checkpoints_elsewhere_are_left_with_their_evaluations(copy: tuple[Path, Path], run_command: Run) -> None:
+    _, run = copy
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+    (run / "checkpoints").symlink_to(run.parent / "elsewhere")
+    assert "(there are: 6, 12, 18, 24)" in run_command(CLI, "rollback", run, "--to", 0, expect=78).stderr
+    rollback(RunDir(run), 12)
+    assert sorted(path.name for path in (run / "evals").glob("step-*")) == ["step-00000006", "step-00000012"]
+    assert [path.name[:13] for path in (run / "evals/abandoned").iterdir()] == ["step-00000018"]
+
+
+def test_a_change_stays_with_its_source_and_its_place(copy: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whatever the order of sources and the working directory of later starts."""
+    _, run = copy
+    stop, heldout = 'data.sources.0.stop="900 samples"', 'eval.loss_on=[{name="h", path="held"}]'
+    rollback(RunDir(run), 12, changes=[stop, heldout])
+    lasting = overrides.read(RunDir(run))
+    assert f'"{Path.cwd() / "held"}"' in str(lasting)
+    values = tomllib.loads((run / "config.toml").read_text())
+    (source,) = values["data"]["sources"]
+    del source["stop"]
+    values["data"]["sources"] = [{**source, "name": "new"}, source]
+    (tmp_path / "two.toml").write_text(tomli_w.dumps(values))
+    new, old = overrides.apply(tmp_path / "two.toml", (), lasting).data.sources
+    assert new.stop is None and old.name == source["name"] and str(old.stop) == "900 samples"
+    again = lasting.add(["eval.loss_on.0.path=x", "eval.loss_on=[]"], []).set
+    assert [text for text in again if text.startswith("eval")] == ["eval.loss_on=[]"]
+
+
+def test_what_the_timeline_has_replaced_is_not_set_in_vain(copy: tuple[Path, Path]) -> None:
+    run = RunDir(copy[1])
+    overrides.add_entry(run, TimelineEntry.model_validate({"at": "56 samples", "optimizer": {"lr": 0.02}}))
+    with pytest.raises(UserError, match=r"--set optimizer\.lr would change nothing"):
+        rollback(run, 12, changes=["optimizer.lr=0.002"])
+    rollback(run, 6, changes=["optimizer.lr=0.002"])  # which leaves the entry behind
+
+
 # ---------------------------------------------------------------- killed anywhere
 
 
@@ -271,20 +310,26 @@ def test_a_fork_lives_without_its_parent(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:
     _, run = copy
-    before, new = tree(run), lab.path / "text"
+    before, new = tree(run), lab.path / "only text 🚀"
     run_command(CLI, "fork", run, "--at", 12, new, "--reason", "text only", expect=0)
-    assert tree(run) == before and load(new / "config.toml").run.name == "text"
+    assert tree(run) == before and load(new / "config.toml").run.name == "only-text-"
+    assert load(new / "config.toml").run.dir == new
     weights = "checkpoints/step-00000012/__0_0.distcp"
     assert (new / weights).stat().st_ino == (run / weights).stat().st_ino
     assert [r["step"] for r in helpers.metrics(new)] == list(range(1, 13))
     assert helpers.journal(new, "fork")[0]["parent"] == str(run) and (new / "tokenizer").is_dir()
-    run_command(CLI, "fork", run, "--at", 12, new, expect=78)  # it exists
+    (link := lab.path / "link").symlink_to(lab.path / "nowhere")
+    for taken in (new, link):
+        assert "exists already" in run_command(CLI, "fork", run, "--at", 12, taken, expect=78).stderr
     shutil.rmtree(run)
     lab.train(new / "config.toml")
     assert curve(new, helpers) == curve(trained, helpers)
     assert [r["segment"] for r in helpers.metrics(new)] == [1] * 12 + [3] * 12
     found = run_command(CLI, "where", new, "--step", 5, "--json")
     assert found.returncode == 0 and json.loads(found.stdout)["segment"] == 1, found.stderr
+    moved = new.rename(lab.path / "moved")
+    assert f"append run.dir={moved}" in lab.train(moved / "config.toml", expect=78) and not new.exists()
+    lab.train(moved / "config.toml", f"run.dir={moved}")
 
 
 @pytest.mark.slow

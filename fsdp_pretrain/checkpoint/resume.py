@@ -202,8 +202,10 @@ class Resume:
         text = other_code(content.identity.code, self._identity.code, "optimizer")
         if text and not settings:  # other settings compute other numbers, and are declared themselves
             here = [*here, ConfigChange("optimizer.kind", text, DECLARED)]
-        listed = content.identity.excluded != self._identity.excluded
-        if listed and not any(change.key == "data.exclude" for change in since):
+        known = head is not None and head.excluded is not None
+        excluded = head.excluded if head is not None and known else content.identity.excluded
+        listed = any(change.key == "data.exclude" for change in (here if known else since))
+        if excluded != self._identity.excluded and not listed:
             text = f"data.exclude: {self._config.data.exclude} names other documents"
             here = [*here, ConfigChange("data.exclude", text, DECLARED)]
         missing = []

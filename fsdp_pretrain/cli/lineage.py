@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fsdp_pretrain.console import JSON, argument, not_negative, positive, progress, row, verb
+from fsdp_pretrain.console import JSON, argument, not_negative, progress, row, step_number, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import RUN
 
@@ -32,7 +32,7 @@ DRY_RUN = argument("--dry-run", action="store_true", help="check everything and 
     "rollback",
     "runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
     RUN,
-    argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    argument("--to", type=step_number, required=True, metavar="STEP", help="step of a checkpoint"),
     *_BRANCH,
     DRY_RUN,
 )
@@ -61,7 +61,7 @@ def rollback(args: argparse.Namespace) -> int:
     "fork",
     "runs/quickstart/run --at 200 runs/quickstart/cooler --set optimizer.lr=1e-3",
     RUN,
-    argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    argument("--at", type=step_number, required=True, metavar="STEP", help="step of a checkpoint"),
     argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run"),
     argument(
         "--anneal",

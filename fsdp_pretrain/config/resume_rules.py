@@ -91,7 +91,7 @@ class ConfigChange:
 def changes(old: Config, new: Config) -> list[ConfigChange]:
     """How two configurations of a run differ in what they mean from here on; forbidden changes included."""
     differing = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
-    for path, was, is_ in leaves(_tree(old), _tree(new)):
+    for path, was, is_ in leaves(values_of(old), values_of(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.decay", "train.duration"):
             differing.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
@@ -99,8 +99,8 @@ def changes(old: Config, new: Config) -> list[ConfigChange]:
     return sorted(differing, key=lambda change: order.index(change.key))
 
 
-def _tree(config: Config) -> dict[str, Any]:
-    """The values of a configuration; sources by name, because their order means nothing."""
+def values_of(config: Config) -> dict[str, Any]:
+    """The values of a configuration without its timeline; sources by name, because their order means nothing."""
     tree = config.model_dump(mode="json")
     tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}
     del tree["timeline"]  # see `_timeline`

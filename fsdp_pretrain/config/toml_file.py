@@ -6,6 +6,7 @@ Independent of the schema; `config.load` combines both.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,10 +49,13 @@ def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) 
 
 
 def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
-    """Apply one `section.key=value` override to the raw values. Returns the problem, if there is one."""
+    """Apply one `section.key=value` override to the raw values. Returns the problem, if there is one.
+
+    An entry of a list goes by its number, from 0, or by its `name`: `data.sources.wiki.weight=2`.
+    """
     key, equals, literal = text.partition("=")
     key = key.strip()
-    if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
         return f"override {text!r} is not of the form section.key=value"
     try:
         value = tomllib.loads(f"value = {literal}")["value"]
@@ -67,15 +71,35 @@ def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | No
             child = node[part] = {}
         node = child
     if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
+        number = index(node, last)
+        if number is None:
             return f"override {text!r}: {'.'.join(parents)} has {len(node)} entries"
-        node[int(last)] = value
+        node[number] = value
     elif isinstance(node, dict):
         node[last] = value
     else:
         return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
     origin[key] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
     return None
+
+
+def inline(value: Any) -> str:
+    """A value as inline TOML, as an override takes it; a key without a value is left out."""
+    if isinstance(value, dict):
+        items = (f"{json.dumps(key)} = {inline(item)}" for key, item in value.items() if item is not None)
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(inline, value))}]"
+    # In TOML, surrogate pairs are no characters, and DEL must be escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def index(items: list[Any], part: str) -> int | None:
+    """The place of a list's entry that a part of a dotted key means, by its number or its `name`, or None."""
+    if part.isdigit():
+        return int(part) if int(part) < len(items) else None
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    return names.index(part) if part in names else None
 
 
 def describe_all(errors: Sequence[Any], path: Path, origin: dict[str, str], keys: Iterable[str]) -> list[str]:
@@ -142,5 +166,6 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
 
 def _child(node: Any, part: str) -> Any:
     if isinstance(node, list):
-        return node[int(part)] if part.isdigit() and int(part) < len(node) else _MISSING
+        number = index(node, part)
+        return _MISSING if number is None else node[number]
     return node.get(part, _MISSING) if isinstance(node, dict) else _MISSING

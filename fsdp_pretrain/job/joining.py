@@ -176,8 +176,8 @@ def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) ->
     return segment
 
 
-def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
-    """Make this start the head of the lineage, before it records a step.
+def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, excluded: str, *, fresh: bool) -> None:
+    """Make this start the head of the lineage, before it records a step. `excluded`: digest of the excluded documents.
 
     A start at step 0 of a run with a record reports which steps are lost. If that was allowed (`fresh`), old
     checkpoints and evaluations are moved aside, since they belong to another line. Raises StorageError if the run
@@ -188,7 +188,8 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: 
     aside = abandon_all(run) if fresh else []
     kind = "fresh" if fresh else "start"
     with raising(StorageError, f"cannot write to the run directory {run.path}"):
-        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
+        facts = {**vars(resumed.state), "excluded": excluded}
+        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **facts)
     if steps or aside:
         why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
         text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"

@@ -112,7 +112,7 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
         fsdp.initialise_all(model, config.run.seed)
     if world.is_main:
         joining.record_changes(recorder, training.identity.corpora, corpora.heldout, options.reason)
-    world.decide(lambda: joining.record_lineage(recorder.run, recorder, resumed, fresh=options.fresh))
+    world.decide(lambda: joining.record_lineage(recorder.run, recorder, resumed, facts.excluded, fresh=options.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health, at = _recall_health(training, recorder.number, resumed), resumed.state
     world.together(lambda: check_supply(config, packer, cursor=at.cursor, consumed=at.consumed))

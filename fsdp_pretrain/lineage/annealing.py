@@ -5,7 +5,6 @@ They are ordinary settings, so the new run is steered, resumed and reported like
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import SourceSection
+from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.mixture import MixtureWeight
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run import overrides
@@ -75,9 +75,9 @@ def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
         "optimizer.decay_length": f"{end - at} samples",
         "train.duration": f"{end} samples",
     }
-    settings = [f"{key}={json.dumps(value)}" for key, value in decay.items()]
+    settings = [f"{key}={inline(value)}" for key, value in decay.items()]
     if asked.mix is not None:
-        settings.append(f"data.sources={_toml(_sources(config, saved, asked.mix))}")
+        settings.append(f"data.sources={inline(_sources(config, saved, asked.mix))}")
     return settings
 
 
@@ -147,10 +147,3 @@ def _constant(source: SourceSection, path: Path) -> float:
     if isinstance(source.weight, list) or source.start.value or source.stop is not None:
         raise ConfigError(f"{path}: the weight of {source.name} must be a number, from the fork to the end of the run")
     return source.weight
-
-
-def _toml(value: Any) -> str:
-    """A value as inline TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)

@@ -5,7 +5,6 @@ Rollback and fork both start here. What a resume would refuse is refused now, wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,9 @@ from tqdm import tqdm
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, differences, refuse
+from fsdp_pretrain.config.resume_rules import changes, differences, refuse, values_of
 from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.run import lineage, overrides
@@ -80,6 +80,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     dropped = _left_behind(run, current, state)
     persistent = current.add(resolved, [skip] if skip else []).without(dropped)
     after = overrides.apply(run.config, place, persistent, dropped)
+    _refuse_steered(resolved, after, state.consumed)
     if after.schedule.total <= state.consumed < before.schedule.total:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
@@ -108,8 +109,7 @@ def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
 
 def _changes(old: Config, new: Config) -> list[str]:
     """How two configurations differ, as `key: old -> new`; timeline entries one by one."""
-    old_values, new_values = (config.model_dump(mode="json", exclude={"timeline"}) for config in (old, new))
-    return differences(old_values, new_values) + [
+    return differences(values_of(old), values_of(new)) + [
         change.text for change in changes(old, new) if change.key == "timeline"
     ]
 
@@ -118,14 +118,29 @@ def _key(text: str) -> str:
     return text.partition("=")[0].strip()
 
 
+def _refuse_steered(changes: Sequence[str], after: Config, consumed: int) -> None:
+    """Refuse to change a value that an earlier entry of the timeline has replaced: it would have no effect."""
+    asked = {_key(text) for text in changes}
+    for placed in after.schedule.timeline:
+        for key, _ in placed.entry.changes():
+            if key in asked and placed.at <= consumed:
+                raise ConfigError(
+                    f"--set {key} would change nothing: the timeline has replaced its value before this checkpoint "
+                    f"({placed.entry})",
+                    remedy=f"continue without it, and `fsdp-pretrain control RUN set {key}=VALUE` while the run trains",
+                )
+
+
 def _absolute(text: str, config: Config) -> str:
-    """An override with its resolved value, so that it means the same in any directory."""
+    """An override with its resolved value, and with the name of a source in place of its number, so that it means the
+    same in any directory and for sources in any order."""
     key = _key(text)
-    value = overrides.value(config.model_dump(mode="json"), key)
-    plain = isinstance(value, str | int | float) or (
-        isinstance(value, list) and all(isinstance(item, str) for item in value)
-    )
-    return f"{key}={json.dumps(value)}" if plain else text
+    value = overrides.value(config.model_dump(mode="json", exclude_unset=True), key)
+    parts = key.split(".")
+    if parts[:2] == ["data", "sources"] and len(parts) > 2 and parts[2].isdigit():
+        name = config.data.sources[int(parts[2])].name
+        parts[2] = parts[2] if "." in name or name.isdigit() else name
+    return text if value is None else f"{'.'.join(parts)}={inline(value)}"
 
 
 def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRange:

@@ -7,14 +7,15 @@ the evaluations. The parent may be deleted.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, verify_files
+from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, run_id, status
@@ -45,7 +46,8 @@ def fork(
 
     Args:
         target: directory of the new run; must be empty or not exist.
-        changes: `section.key=value` for the new run; `run.name` defaults to the name of `target`.
+        changes: `section.key=value` for the new run; `run.name` defaults to the name of `target`, with `-` for what a
+            name cannot have.
         skip_steps: first and last step of the parent whose samples the new run skips.
         reason: text for the journal.
         anneal: let the learning rate decay from there, see `annealing`.
@@ -57,14 +59,14 @@ def fork(
         StorageError: the new run cannot be written.
     """
     target = Path(os.path.abspath(target))  # noqa: PTH100 (links stay as written)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     _refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
     annealed = [] if anneal is None else annealing.changes(parent, step, anneal)
-    named_changes = [f"run.name={json.dumps(target.name)}", *annealed, *changes]
+    named_changes = [f"run.name={inline(_run_name(target))}", *annealed, *changes]
     request = BranchRequest(step=step, changes=named_changes, skip_steps=skip_steps)
-    branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
+    branch = prepare(parent, request, place=[f"run.dir={inline(str(target))}"])
     report = branch.report()
     if anneal is not None:
         report = report.model_copy(update={"rates": annealing.rates(branch, anneal)})
@@ -87,6 +89,11 @@ def fork(
             remedy="repair the storage, then repeat the command",
         ) from None
     return report.model_copy(update={"config": str(target / "config.toml"), "linked": linked})
+
+
+def _run_name(target: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name)
+    return name if name[:1].isalnum() else f"fork{name}"
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:

@@ -122,7 +122,10 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
             request=request,
             report=report,
         ),
-        aside=[*report.abandoned, *(f"../evals/{name}" for name in _later(run.evals, step))],
+        aside=[
+            *(f"checkpoints/{name}" for name in report.abandoned),
+            *(f"evals/{name}" for name in _later(run.evals, step)),
+        ],
         overrides=branch.overrides.to_toml(),
         config=branch.after.to_toml(),
         lost=lost._asdict(),
@@ -157,7 +160,7 @@ def finish(run: RunDir) -> bool:
     if decided is None:
         return False
     try:
-        _move_aside([run.checkpoints / path for path in decided.aside], decided.id)
+        _move_aside([run.path / path for path in decided.aside], decided.id)
         replace_file(run.overrides, decided.overrides)
         replace_file(run.config, decided.config)
         segment = run.segment(decided.segment)

@@ -61,6 +61,7 @@ class LineageNode(StateFile):
     kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh
     consumed: Count | None = None  # samples trained at that step
     cursor: Count | None = None  # samples read at that step
+    excluded: str | None = None  # digest of the documents of `data.exclude`; None: not known
     reason: str = ""  # this and the next two: of a rollback
     request: BranchRequest | None = None
     report: BranchReport | None = None
@@ -154,7 +155,7 @@ class DecidedRollback(StateFile):
     time: str = ""
     segment: Count  # the segment to create
     lineage: LineageNode  # its place in the lineage
-    aside: list[str]  # paths to move to `abandoned/`, relative to the checkpoints
+    aside: list[str]  # paths to move to `abandoned/` beside them, relative to the run
     overrides: str  # contents of `overrides.toml`
     config: str  # contents of `config.toml`
     lost: dict[str, int]  # abandoned steps and tokens

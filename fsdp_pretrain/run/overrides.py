@@ -8,7 +8,6 @@ to those of the file. A command line that contradicts them is refused rather tha
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,9 +20,11 @@ from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config, load, with_timeline
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.config.toml_file import index, inline
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import SampleRange
 
+from . import run_id
 from .files import RunDir, replace_file
 from .lineage import decided_rollback
 
@@ -53,8 +54,13 @@ class Overrides(Section):
     timeline: Annotated[tuple[TimelineEntry, ...], Field(strict=False), AfterValidator(_in_samples)] = ()
 
     def add(self, changes: Sequence[str], skip: Sequence[SampleRange]) -> Overrides:
-        """These overrides plus further ones; a later value of a key replaces an earlier one."""
-        values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
+        """These overrides plus further ones; a later value of a key replaces earlier ones of it and of keys below."""
+        values: dict[str, str] = {}
+        for text in (*self.set, *changes):
+            key = text.partition("=")[0].strip()
+            for below in [earlier for earlier in values if f"{earlier}.".startswith(f"{key}.")]:
+                del values[below]
+            values[key] = text
         return self.model_copy(update={"set": tuple(values.values()), "skip": _merge((*self.skip, *skip))})
 
     def without(self, dropped: Sequence[TimelineEntry]) -> Overrides:
@@ -113,7 +119,7 @@ def apply(
         )
     if overrides.skip:
         spans = _merge((*config.data.skip, *overrides.skip))
-        skip = f"data.skip={json.dumps([str(span) for span in spans])}"
+        skip = f"data.skip={inline([str(span) for span in spans])}"
         config = load(path, [*arguments, *overrides.set, skip])
     # The run's own config.toml has them already.
     timeline = [entry for entry in config.timeline if entry not in overrides.timeline and entry not in dropped]
@@ -122,8 +128,20 @@ def apply(
 
 
 def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, Overrides]:
-    """The configuration of a start, and the run directory's overrides in it. Raises ConfigError."""
+    """The configuration of a start, and the run directory's overrides in it.
+
+    Raises ConfigError, also for the configuration in a run directory that was moved or copied.
+    """
     config = load(path, arguments)
+    folder = Path(path).absolute().parent
+    own = Path(path).name == "config.toml" and run_id.read(folder) is not None
+    named = any(text.partition("=")[0].strip() == "run.dir" for text in arguments)
+    if own and not named and not (config.run.dir.exists() and config.run.dir.samefile(folder)):
+        raise ConfigError(
+            f"{path} says that its run is in {config.run.dir}; this directory was moved or copied from there",
+            effect=f"the run would start or continue in {config.run.dir}, not here",
+            remedy=f"append run.dir={folder} to continue here; training then writes it into {path}",
+        )
     overrides = read(RunDir(config.run.dir))
     return apply(path, arguments, overrides), overrides
 
@@ -143,7 +161,8 @@ def value(tree: Any, key: str) -> Any:
     """The value of a dotted key in a dumped configuration, or None."""
     for part in key.split("."):
         if isinstance(tree, list):
-            tree = tree[int(part)] if part.isdigit() and int(part) < len(tree) else None
+            number = index(tree, part)
+            tree = None if number is None else tree[number]
         else:
             tree = tree.get(part) if isinstance(tree, dict) else None
     return tree

@@ -27,13 +27,14 @@ FleetRow = tuple[Path, StatusReport]
 
 
 def find_runs(directory: Path) -> Iterator[RunDir]:
-    """The runs in a directory and below; neither run directories nor links are searched further."""
+    """The runs in a directory and below, without unfinished forks; neither run directories nor links are searched
+    further."""
     for folder, below, files in os.walk(directory):
         if "segments" in below or "status.json" in files:
             yield RunDir(Path(folder))
             below.clear()
         deep = len(Path(folder).relative_to(directory).parts) >= _DEPTH
-        below[:] = [] if deep else sorted(name for name in below if name[0] != ".")
+        below[:] = [] if deep else sorted(name for name in below if name[0] != "." and not name.endswith(".forking"))
 
 
 def read_rows(runs: Iterable[RunDir]) -> list[FleetRow]:

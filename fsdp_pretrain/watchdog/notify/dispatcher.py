@@ -126,6 +126,7 @@ class Dispatcher:
             return None if alarm.state == "acknowledged" else "open"
         if alarm.severity > told.severity:
             return "open"
+        told.at = min(told.at, time)  # the clock may have been set back
         return "reminder" if alarm.state == "open" and time - told.at >= _REMIND_SECONDS else None
 
     def _has_own_message(self, alarm: Alarm) -> bool:
