@@ -11,10 +11,11 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from fsdp_pretrain.console import CODE, JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
+from fsdp_pretrain.processes import run_rank
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.run.files import RunDir, make_directory, now, replace_file
@@ -40,10 +41,10 @@ def names(text: str) -> list[str]:
     return given
 
 
-def main() -> int:
+def main() -> NoReturn:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _retry, _samples, _report, _compare, _texts)
-    return command.run()
+    run_rank(command.run)
 
 
 @verb(
@@ -323,4 +324,4 @@ def table(results: Results) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # commands without torch use the table too
@@ -55,6 +57,15 @@ def find(name: str) -> Device | None:
 def names() -> list[str]:
     """The prefixes by which devices are known."""
     return list(_DEVICES)
+
+
+def gpu_count() -> int:
+    """GPUs that the driver of this node shows and CUDA_VISIBLE_DEVICES allows."""
+    present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 def device_name(device: torch.device) -> str:

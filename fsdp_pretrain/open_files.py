@@ -1,4 +1,4 @@
-"""The limit on open files of a rank: gloo keeps a socket to every peer, in every group."""
+"""The limit on open files of a rank: gloo keeps a socket to every peer, in every group, and so does the store."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ def files_needed(world: int, shards: int) -> int:
     """Files and sockets that a rank may have open at once.
 
     Three gloo groups span all ranks: the default group, the group of background saves, and its replacement after such a
-    save was given up. Each axis of the mesh has one group.
+    save was given up. Each axis of the mesh has one group. Rank 0 may hold the store, to which each rank connects once,
+    and three times more for each axis, whose gloo, NCCL and group are split off those of the default group.
     """
-    return 3 * world + shards + world // shards + _OTHERS
+    return (3 + 7) * world + shards + world // shards + _OTHERS
 
 
 def hard_limit() -> int | None:

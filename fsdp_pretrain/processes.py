@@ -14,11 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
+
+from .errors import Exit
 
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
@@ -230,6 +233,31 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         exit_now(1)
+
+
+def run_rank(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a rank, and end its process with the exit code.
+
+    After an error, at once: NCCL's part of a process group that is still open would wait for ranks that did not fail
+    (https://github.com/NVIDIA/nccl/issues/1777).
+    """
+    code = int(Exit.UNEXPECTED)
+    try:
+        code = main()
+    except BaseException:
+        if not _in_process_group():
+            raise
+        traceback.print_exc()
+    if _in_process_group():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exit_now(code)
+    sys.exit(code)
+
+
+def _in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def exit_now(code: int) -> NoReturn:

@@ -15,10 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import TORCHRUN, spawn
+from processes import TORCHRUN, python, spawn
 from sight import PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.config.operations import WatchdogSection
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
@@ -41,6 +44,18 @@ def watched(lab: Any) -> Callable[..., Path]:
     return make
 
 
+FAILS = """
+import sys, threading, time
+import torch.distributed as dist
+from fsdp_pretrain.processes import run_rank
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threading.Thread(target=time.sleep, args=(600,)).start()  # in place of NCCL's destructor, which waits for peers
+    if sys.argv[1] == "raises":
+        raise ZeroDivisionError("of this rank alone")
+    return 93
+run_rank(main)
+"""
 BUSY = """
 import sys, threading
 from fsdp_pretrain.config.config import load
@@ -395,3 +410,15 @@ def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
     until(lambda: not helpers.agents(run))
     states = [alarm["state"] for alarm in helpers.alarms(run) if alarm["key"].startswith("blind/")]
     assert states[:2] == ["open", "resolved"] and states[-1] == "resolved"
+
+
+@pytest.mark.parametrize(("how", "code"), [("raises", 1), ("returns", 93)])
+def test_a_rank_that_fails_alone_does_not_wait_for_its_peers(how: str, code: int) -> None:
+    failed = python("-c", FAILS, how, expect=code, timeout=120)
+    assert ("ZeroDivisionError: of this rank alone" in failed.stderr) == (how == "raises")
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "gpu_count", lambda: 8)
+    with pytest.raises(ConfigError, match=r"has 8 GPUs, and torch .* can use none"):
+        mesh.device_of(RankInfo(0, 1, 0, 1))

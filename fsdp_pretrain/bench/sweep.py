@@ -16,7 +16,7 @@ from itertools import product
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch.preflight import gpu_count
+from fsdp_pretrain.hardware import gpu_count
 
 from . import measured
 from .measured import MeasuredSteps

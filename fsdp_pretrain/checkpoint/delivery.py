@@ -119,6 +119,8 @@ class Delivery:
                 for reader, order in enumerate(orders):
                     if number < len(order):
                         self._deliver(reader, order[number], mine)
+                if self._world.device.type == "cuda":  # NCCL counts its timeout from when it was asked
+                    torch.cuda.current_stream(self._world.device).synchronize()
             next(chunks, None)  # the check of the last file
         wrong = []
         for texts, plain in self._world.gather((self._wrong, self._plain)):

@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit, raising
+from fsdp_pretrain.hardware import gpu_count
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
@@ -55,15 +56,6 @@ def _write_test(directory: Path) -> None:
                 os.fsync(file.fileno())
         finally:
             probe.unlink(missing_ok=True)
-
-
-def gpu_count() -> int:
-    """GPUs that the driver of this node shows and CUDA_VISIBLE_DEVICES allows."""
-    present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not present:
-        return present
-    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
 def check_devices(nproc: str) -> None:

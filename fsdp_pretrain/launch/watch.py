@@ -102,6 +102,8 @@ class TorchrunWatch:
             if segment <= before or not (self._run.segment(segment) / "environment.json").exists():
                 continue
             intent = exit_intent.read(self._run.segment(segment))
-            self._ends_well = intent is not None and intent.code in (Exit.COMPLETE, Exit.RESUME)
+            # Ranks that end as they agreed may be writing; those that the watchdog gives up are not.
+            agreed = None if intent is None or intent.by is not None else intent.code
+            self._ends_well = agreed in (Exit.COMPLETE, Exit.RESUME)
             others = hosts_of(self._run, segment) - {self._host}
             self._others_ended = self._host is not None and bool(ended_hosts(self._run, segment) & others)

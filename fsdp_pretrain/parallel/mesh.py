@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_pretrain import open_files
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.hardware import gpu_count
 from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.run.environment import WorldShape
+from fsdp_pretrain.units import counted
 
 T = TypeVar("T")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
@@ -193,6 +195,13 @@ def _store(ranks: RankInfo, timeout: timedelta) -> dist.Store:
 def device_of(ranks: RankInfo) -> torch.device:
     """The GPU of this rank, made current, or the CPU without GPUs. Raises ConfigError."""
     if not torch.cuda.is_available():
+        if present := gpu_count():
+            raise ConfigError(
+                f"{socket.gethostname()} has {counted(present, 'GPU')}, and torch {torch.__version__} can use none",
+                effect="this rank would train on the CPU, and the others wait for it",
+                remedy="check driver and fabric manager (nvidia-smi), or install torch with CUDA; to train on the CPU, "
+                "set CUDA_VISIBLE_DEVICES to nothing",
+            )
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(

@@ -4,9 +4,10 @@ import sys
 
 from fsdp_pretrain import master_port
 from fsdp_pretrain.console import run_guarded
+from fsdp_pretrain.processes import run_rank
 
 if __name__ == "__main__":
     held = master_port.hold()
     from .main import rank_main  # imports torch, which takes seconds
 
-    sys.exit(run_guarded(lambda: rank_main(sys.argv[1])))
+    run_rank(lambda: run_guarded(lambda: rank_main(sys.argv[1])))

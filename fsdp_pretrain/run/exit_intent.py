@@ -29,6 +29,7 @@ class ExitIntent(StateFile):
     avoid_hosts: list[str] = Field(default_factory=list)  # hosts not to use again, with code 76
     lost: list[str] = Field(default_factory=list)  # hosts that the watchdog reported lost
     rank: int | None = None  # the rank that ended, if it was a single one
+    by: str | None = None  # `watchdog` if that decided it, not the ranks
 
 
 def read(segment: Path) -> ExitIntent | None:

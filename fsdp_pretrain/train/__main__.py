@@ -1,9 +1,9 @@
 """`python -m fsdp_pretrain.train`."""
 
 import os
-import sys
 
 from fsdp_pretrain import master_port
+from fsdp_pretrain.processes import run_rank
 
 if __name__ == "__main__":
     held = master_port.hold()
@@ -12,4 +12,4 @@ if __name__ == "__main__":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from fsdp_pretrain.job.main import main  # imports torch, which takes seconds
 
-    sys.exit(main())
+    run_rank(main)

@@ -77,10 +77,14 @@ class OwnObservers(Observer):
         if not measures:
             return None
         self._names.append(list(measures))
-        local = torch.stack([measure.value.detach().double() for measure in measures.values()])
-        shards = self._world.gather_shards(local)
-        largest = torch.tensor([isinstance(measure, Max) for measure in measures.values()], device=local.device)
-        return torch.where(largest, shards.amax(0), shards.sum(0))
+        device, values = self._world.device, (measure.value.detach() for measure in measures.values())
+        local = [value.to(device, torch.float64, non_blocking=True) for value in values]
+        shards = self._world.gather_shards(torch.stack(local))
+        combined = shards.sum(0)
+        for place, measure in enumerate(measures.values()):
+            if isinstance(measure, Max):
+                combined[place] = shards[:, place].amax()
+        return combined
 
     def fields(self, measured: Tensor) -> Mapping[str, Any]:
         """The field `observed` of a step's record."""
