@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.data.packing.loader import micro_batch
 from fsdp_pretrain.data.packing.opening import open_objective
-from fsdp_pretrain.errors import CheckpointError
+from fsdp_pretrain.errors import CheckpointError, DataError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
 from fsdp_pretrain.models import forward
 from fsdp_pretrain.models.loss import IGNORE
+from fsdp_pretrain.run import environment
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.step_record import LossSum, StepRecord, number
 
@@ -62,6 +63,12 @@ def sample_losses(
         UserError: the step, its data, the checkpoint or the device cannot be used.
     """
     step = trained_step(run, step_number, segment)
+    if environment.excluded(run, step.record.segment) not in (None, step.packer.excluded_digest):
+        raise DataError(
+            f"{step.config.data.exclude} names other documents than it did for step {step_number}",
+            effect="the losses would not be those of what was learned",
+            remedy="restore the list as it was",
+        )
     chosen = _choose(Store(run.checkpoints), step_number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = []

@@ -89,6 +89,22 @@ def test_the_mixture_of_the_file_lasts_to_the_end(
         assert packer.mixture.shares(place) == pytest.approx({"text": 0, "old": 0.75, "late": 0.25})
 
 
+def test_the_mixture_of_the_file_begins_at_the_fork_of_a_run_in_stages(lab: Any, run_command: Run) -> None:
+    """A sample is not a window there: a jump that is past stays where it was, a stop and a start ahead do not count."""
+    mix, text = lab.path / "mix.toml", {"name": "text", "path": str(lab.corpus)}
+    jump = [{"at": f"{place} samples", "value": value} for place, value in ((0, 1), (60, 1), (60, 3))]
+    ends, late = ({**text, "name": name, key: "100 samples"} for name, key in (("ends", "stop"), ("late", "start")))
+    data = {"sources": [{**text, "weight": jump}, ends, late], "stages": [{"length": 8, "until": "40 samples"}]}
+    lab.train(lab.config(data=data, train={"duration": "10 steps"}))
+    mix.write_text(tomli_w.dumps({"sources": [text, {**text, "name": "new", "weight": 3.0}]}))
+    command = (CLI, "fork", lab.path / "run", "--at", 10, lab.path / "new", "--anneal", "8 steps", "--mix", mix)
+    run_command(*command, expect=0)
+    shares = open_packer(load(lab.path / "new" / "config.toml")).shares
+    for places, parts in (((39, 59), (1, 1, 0)), ((60, 79), (3, 1, 0)), ((80, 100, 143), (1, 0, 3))):
+        expected = {name: part / sum(parts) for name, part in zip(("text", "ends", "new"), parts, strict=True)}
+        assert [shares(place) for place in places] == [pytest.approx(expected)] * len(places)
+
+
 @pytest.mark.parametrize(
     ("options", "mix", "reason"),
     [

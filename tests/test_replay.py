@@ -17,7 +17,11 @@ from sight import contents
 
 from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.eval.samples import sample_losses
+from fsdp_pretrain.lineage.provenance import describe_step, trained_step
 from fsdp_pretrain.replay.comparison import difference
+from fsdp_pretrain.run.files import RunDir
 
 NOISE, BAD = 291, 28
 """A document of random tokens, and the step that trains on it."""
@@ -157,6 +161,31 @@ def test_other_settings_are_told_where_they_begin(lab: Any, replay: Any) -> None
     found, shown = replay(lab.path / "run", "--from", 4, "--steps", 8)
     assert [*found.values()] == ["equal"] * 4 + ["settings"] * 4
     assert any("not as recorded: from step 9 on, " in line and "eps" in line for line in shown.splitlines())
+
+
+def test_another_list_of_excluded_documents_is_other_data(lab: Any, replay: Any) -> None:
+    """Its tokens are read as before, so the batch has the recorded digest; from its first document on, less is learned.
+    The steps of the start for which it was declared are equal."""
+    listed, run = lab.path / "bad.txt", RunDir(lab.path / "run")
+    data, optimizer = {"exclude": str(listed)}, {"decay": "20 steps"}
+    config = lab.config(data=data, optimizer=optimizer, checkpoint={"every": "4 steps"})
+    listed.write_text("")
+    lab.train(config, "train.duration=8 steps")
+    steps = [describe_step(trained_step(run, step)).samples for step in range(5, 9)]
+    *before, last = [{(piece.shard, piece.document) for sample in step for piece in sample.pieces} for step in steps]
+    shard, document = min(last.difference(*before))
+    listed.write_text(f"text {shard} {document}\n")
+    relisted = f"not as recorded: data.exclude: {listed} names other documents"
+    found, shown = replay(run.path, "--from", 4, "--steps", 4)
+    assert [*found.values()] == ["equal"] * 3 + ["data"] and relisted in shown
+    with pytest.raises(DataError, match="names other documents than it did for step 8"):
+        sample_losses(run, 8)
+    lab.train(config, "train.duration=10 steps", flags=("--allow", "data.exclude"))
+    found, shown = replay(run.path, "--from", 8, "--steps", 2)
+    assert [*found.values()] == ["equal"] * 2 and "not as recorded" not in shown
+    assert sample_losses(run, 9).loss.count > 0
+    found, shown = replay(run.path, "--from", 4, "--steps", 6)
+    assert [*found.values()] == ["equal"] * 3 + ["data"] + ["numerics"] * 2 and relisted in shown
 
 
 UNSTEERED = StepValues(

@@ -150,8 +150,8 @@ def moved(trained: Path, shared_corpus: Path, tmp_path: Path) -> Iterator[Path]:
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shutil.copytree(shared_corpus / "corpus", tmp_path / "corpus")
-    config = run / "segments/0001/config.toml"
-    config.write_text(config.read_text().replace(str(shared_corpus / "corpus"), str(tmp_path / "corpus")))
+    for config in (run / "config.toml", run / "segments/0001/config.toml"):
+        config.write_text(config.read_text().replace(str(shared_corpus / "corpus"), str(tmp_path / "corpus")))
     yield run
 
 
@@ -189,6 +189,27 @@ def test_another_batch_is_never_shown(moved: Path, spoil: Callable[[Path], None]
     with pytest.raises(DataError, match=problem) as caught:
         provenance.trained_step(RunDir(moved), 3)
     assert expected in str(caught.value)
+
+
+def test_steps_from_before_a_corpus_was_moved(lab: Any, run_command: Run) -> None:
+    """From one disk to a URL: they are found, trained again to the bit and measured with the corpus where it is now."""
+    here, there, run = lab.path / "here", lab.path / "there", RunDir(lab.path / "run")
+    shutil.copytree(lab.corpus, here)
+
+    def train(path: object, steps: int, **data: Any) -> None:
+        source = {"name": "text", "path": str(path)}
+        sections = {"train": {"duration": f"{steps} steps"}, "optimizer": {"decay": "20 steps"}}
+        lab.train(lab.config(data={"sources": [source], **data}, checkpoint={"every": "2 steps"}, **sections))
+
+    train(here, 4)
+    before = provenance.describe_step(provenance.trained_step(run, 3))
+    here.rename(there)
+    train(f"file://{there}", 6, cache={"dir": str(lab.path / "cache"), "size": "10MB"})
+    assert provenance.describe_step(provenance.trained_step(run, 3)) == before
+    found = sample_losses(run, 3)
+    assert found.loss.sum == pytest.approx(found.recorded.sum)
+    shown = run_command("fsdp_pretrain.cli", "replay", run.path, "--from", 2, "--steps", 2, expect=0).stdout
+    assert shown.endswith("\nequal\n")
 
 
 @pytest.mark.shows("B16")

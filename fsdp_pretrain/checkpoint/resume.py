@@ -23,7 +23,7 @@ from fsdp_pretrain.data.packing.opening import open_skips
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, raising
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.run import lineage
+from fsdp_pretrain.run import environment, lineage
 from fsdp_pretrain.run.environment import WorldShape
 from fsdp_pretrain.run.metrics import left_behind
 from fsdp_pretrain.run.recorder import Recorder
@@ -202,9 +202,9 @@ class Resume:
         text = other_code(content.identity.code, self._identity.code, "optimizer")
         if text and not settings:  # other settings compute other numbers, and are declared themselves
             here = [*here, ConfigChange("optimizer.kind", text, DECLARED)]
-        known = head is not None and head.excluded is not None
-        excluded = head.excluded if head is not None and known else content.identity.excluded
-        listed = any(change.key == "data.exclude" for change in (here if known else since))
+        recorded = None if head is None else environment.excluded(self._run, head.segment)
+        listed = any(change.key == "data.exclude" for change in (since if recorded is None else here))
+        excluded = content.identity.excluded if recorded is None else recorded
         if excluded != self._identity.excluded and not listed:
             text = f"data.exclude: {self._config.data.exclude} names other documents"
             here = [*here, ConfigChange("data.exclude", text, DECLARED)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.manager import TrainingObjects
+from fsdp_pretrain.checkpoint.manifest import RunIdentity
 from fsdp_pretrain.checkpoint.missing import MissingCheckpoint, missing
 from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import TrainState
@@ -176,8 +177,8 @@ def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) ->
     return segment
 
 
-def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, excluded: str, *, fresh: bool) -> None:
-    """Make this start the head of the lineage, before it records a step. `excluded`: digest of the excluded documents.
+def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
+    """Make this start the head of the lineage, before it records a step.
 
     A start at step 0 of a run with a record reports which steps are lost. If that was allowed (`fresh`), old
     checkpoints and evaluations are moved aside, since they belong to another line. Raises StorageError if the run
@@ -188,8 +189,7 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, excluded: 
     aside = abandon_all(run) if fresh else []
     kind = "fresh" if fresh else "start"
     with raising(StorageError, f"cannot write to the run directory {run.path}"):
-        facts = {**vars(resumed.state), "excluded": excluded}
-        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **facts)
+        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
     if steps or aside:
         why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
         text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
@@ -234,10 +234,11 @@ def record_start(recorder: Recorder, training: TrainingObjects, parameters: int)
     )
 
 
-def record_changes(recorder: Recorder, corpora: dict[str, str], heldout: HeldOutSamples | None, reason: str) -> None:
-    """Record what changed since the last start, and why. `corpora`: fingerprints of the training data by source."""
+def record_changes(recorder: Recorder, identity: RunIdentity, heldout: HeldOutSamples | None, reason: str) -> None:
+    """Record what changed since the last start, and why."""
     heldout_too = {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
-    comparison = environment.compare(recorder.run, recorder.number, corpora | heldout_too)
+    data = environments.Corpora(corpora=identity.corpora | heldout_too, excluded=identity.excluded)
+    comparison = environment.compare(recorder.run, recorder.number, data)
     if comparison is not None:
         last, changed = comparison
         text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])

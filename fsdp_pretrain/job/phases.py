@@ -111,8 +111,8 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     if resumed.checkpoint is None:
         fsdp.initialise_all(model, config.run.seed)
     if world.is_main:
-        joining.record_changes(recorder, training.identity.corpora, corpora.heldout, options.reason)
-    world.decide(lambda: joining.record_lineage(recorder.run, recorder, resumed, facts.excluded, fresh=options.fresh))
+        joining.record_changes(recorder, training.identity, corpora.heldout, options.reason)
+    world.decide(lambda: joining.record_lineage(recorder.run, recorder, resumed, fresh=options.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health, at = _recall_health(training, recorder.number, resumed), resumed.state
     world.together(lambda: check_supply(config, packer, cursor=at.cursor, consumed=at.consumed))

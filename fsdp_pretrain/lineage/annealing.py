@@ -20,6 +20,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import SourceSection
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.mixture import MixtureWeight
+from fsdp_pretrain.data.packing.pieces import Pieces
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run import overrides
 from fsdp_pretrain.run.files import RunDir
@@ -106,8 +107,8 @@ def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, An
         raise ConfigError(
             f"{path} is not a mixture: {error}", remedy="write [[sources]] with name, path, weight"
         ) from None
-    place, news = saved.cursor, {source.name: source for source in mix.sources}
-    here = f"{place} samples"
+    pieces, news = Pieces(config.data.sequence_stages), {source.name: source for source in mix.sources}
+    here, place = f"{saved.cursor} samples", pieces.begun(saved.cursor)  # `place` in windows, as the recorded plan is
     sources = []
     for old in config.data.sources:
         recorded = saved.identity.mixture.get(old.name)
@@ -121,7 +122,7 @@ def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, An
             continue
         if over or any(first >= place for first, _ in plan.points[1:]):
             raise ConfigError(
-                f"the weight of {old.name} changes, or has ended, around sample {place:_}",
+                f"the weight of {old.name} changes, or has ended, around sample {saved.cursor:_}",
                 remedy="fork without --mix, and set data.sources yourself",
             )
         if new is None:
@@ -129,9 +130,10 @@ def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, An
             continue
         if str(new.path) != str(old.path):
             raise ConfigError(f"{old.name} is {new.path} in {path}, and {old.path} in the run", remedy="rename it")
-        points = [{"at": f"{first} samples", "value": value} for first, value in plan.points if first <= place]
-        jump = [{"at": here, "value": plan.points[-1][1]}, {"at": here, "value": _constant(new, path)}]
-        sources.append({**shown, "weight": [*points, *jump], **_limits(new)})
+        places = [(f"{pieces.first_sample(first)} samples", value) for first, value in plan.points if first < place]
+        jump = [(here, plan.points[-1][1]), (here, _constant(new, path))]
+        points = [{"at": at, "value": value} for at, value in (*places, *jump)]
+        sources.append({**shown, "weight": points, **_limits(new)})
     begun = [
         {**source.model_dump(mode="json", exclude_none=True), "weight": _constant(source, path), "start": here}
         for source in news.values()

@@ -125,7 +125,7 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         DamagedFileError: the record of the segment cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
-    config = load_recorded(run.segment(record.segment) / "config.toml")  # the digest proves that it means the same
+    config = settings_of(run, record.segment)  # the digest proves that it means the same
     packer = open_packer(config)
     recorded = environment.read(run, record.segment)
     world = recorded.world.size if recorded is not None and recorded.world is not None else 1
@@ -144,6 +144,21 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
             "`fsdp-data validate` compares every file of a corpus with its checksum",
         )
     return trained
+
+
+def settings_of(run: RunDir, segment: int) -> Config:
+    """The configuration of a segment, with corpora and cache where the run has them now: they may have been moved.
+
+    Raises ConfigError.
+    """
+    config = load_recorded(run.segment(segment) / "config.toml")
+    if not run.config.exists():
+        return config
+    present = load_recorded(run.config).data
+    paths = {source.name: source.path for source in present.sources}
+    sources = [old.model_copy(update={"path": paths.get(old.name, old.path)}) for old in config.data.sources]
+    data = config.data.model_copy(update={"sources": sources, "cache": present.cache or config.data.cache})
+    return config.model_copy(update={"data": data})
 
 
 def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | StepInFlight, int | None]:

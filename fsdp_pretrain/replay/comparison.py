@@ -19,20 +19,27 @@ StepComparison = tuple[StepRecord, StepRecord, Difference | None]
 
 
 def difference(
-    replayed: StepRecord, recorded: StepRecord, unsteered: StepValues, *, same_settings: bool = True
+    replayed: StepRecord,
+    recorded: StepRecord,
+    unsteered: StepValues,
+    *,
+    same_settings: bool = True,
+    same_documents: bool = True,
 ) -> Difference | None:
-    """What differs first: the tokens; the learning rate, batch or ramps; or the results of the same step.
+    """What differs first: the tokens; the learning rate, batch or ramps; or the results of the same step, because other
+    documents are excluded or not.
 
     Args:
         unsteered: the values that records leave out while nothing has changed them.
         same_settings: whether their configurations have the same settings.
+        same_documents: whether `data.exclude` named the same documents.
     """
     if replayed.data_digest != recorded.data_digest:
         return "data"
     if not same_settings or _settings(replayed, unsteered) != _settings(recorded, unsteered):
         return "settings"
     if any(getattr(replayed, name) != getattr(recorded, name) for name in _RESULTS):
-        return "numerics"
+        return "numerics" if same_documents else "data"
     return None
 
 

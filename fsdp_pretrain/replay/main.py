@@ -19,14 +19,17 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, refuse
 from fsdp_pretrain.data.packing.loader import check_batches
 from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.errors import Exit, UserError
 from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.ranks import RankInfo
+from fsdp_pretrain.run import environment as environments
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.environment import Environment
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import SilentRecorder
 from fsdp_pretrain.run.step_record import LAG, StepRecord
 from fsdp_pretrain.train import environment
@@ -68,8 +71,9 @@ def replay(request: ReplayRequest) -> int:
     run_id.bind(path.resolve(), None)
     with mesh.connect(window.config.parallel) as world:
         window = world.decide(lambda: window)  # other ranks may read a shorter record of a live run
-        records = _train(window, world)
-        differs = world.decide(lambda: _report(request, window, records, world))
+        packer = world.together(lambda: open_packer(window.config))
+        records = _train(window, packer, world)
+        differs = world.decide(lambda: _report(request, window, records, packer.excluded_digest, world))
     return DIFFERS if differs else int(Exit.COMPLETE)
 
 
@@ -87,10 +91,9 @@ def _replay_config(config: Config, request: ReplayRequest, begun: Environment) -
     )
 
 
-def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
+def _train(window: ReplayWindow, packer: Packer, world: World) -> list[StepRecord]:
     """Train the steps of the window. Returns their records."""
     config = window.config
-    packer = world.together(lambda: open_packer(config))
     check_batches([record.batch for record in window.records], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     if window.checkpoint is None:
@@ -122,17 +125,23 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
     return records + [record for _, record in trainer.read(keep=0)]
 
 
-def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], world: World) -> bool:
-    """Print the comparison. Returns whether a step differs."""
+def _report(
+    request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], excluded: str, world: World
+) -> bool:
+    """Print the comparison; `excluded`: digest of the excluded documents. Returns whether a step differs."""
     unsteered = window.config.schedule.values_at(0)
     environment_here = Environment.model_validate(environment.describe(world, []))
     before, now = (side.model_dump(include=_COMPARED) for side in (window.begun, environment_here))
     circumstances = [*window.circumstances, *differences(before, now)]
     if world.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         circumstances.append("some kernels of a GPU add in another order each time")
+    run, segments = RunDir(Path(request.run)), {record.segment for record in window.records} - {*window.others}
+    relisted = {number for number in segments if environments.excluded(run, number) not in (None, excluded)}
+    circumstances += [f"data.exclude: {window.config.data.exclude} names other documents"] if relisted else []
     steps = list[StepComparison]()
     for replayed, recorded in zip(records, window.records, strict=True):
-        same = recorded.segment not in window.others
-        steps.append((replayed, recorded, difference(replayed, recorded, unsteered, same_settings=same)))
+        settings, documents = (recorded.segment not in differing for differing in (window.others, relisted))
+        found = difference(replayed, recorded, unsteered, same_settings=settings, same_documents=documents)
+        steps.append((replayed, recorded, found))
     print("\n".join(table(steps, circumstances, request.steps)), flush=True)
     return any(differs for _, _, differs in steps)

@@ -13,9 +13,9 @@ from typing import Literal
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
 from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.lineage.provenance import settings_of
 from fsdp_pretrain.run import environment, journal, lineage
 from fsdp_pretrain.run.environment import Environment
 from fsdp_pretrain.run.files import RunDir
@@ -102,7 +102,7 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
     """The settings of the newest segment that has the same values as all earlier ones in their steps; how the steps of
     other segments differ from that; and which segments have other settings."""
     parts = [(number, [*steps]) for number, steps in groupby(records, key=lambda record: record.segment)]
-    configs = [load_recorded(run.segment(number) / "config.toml") for number, _ in parts]
+    configs = [settings_of(run, number) for number, _ in parts]
 
     def agrees(newest: int) -> bool:
         """Whether all earlier segments had the same values in their steps."""

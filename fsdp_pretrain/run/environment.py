@@ -1,4 +1,4 @@
-"""`environment.json` of a segment: hardware and software, as far as programs read them."""
+"""`environment.json` and `corpora.json` of a segment: hardware, software and data, as far as programs read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import state_files
 from .files import RunDir
 from .state_files import StateFile
 
-ENVIRONMENT = "environment.json"
+ENVIRONMENT, CORPORA = "environment.json", "corpora.json"
 _COMPUTES = {"world", "device", "torch"}
 """Fields on which the last digits of a step depend."""
 
@@ -46,6 +46,13 @@ class Environment(StateFile):
     variables: dict[str, str] = Field(default_factory=dict)  # environment variables
 
 
+class Corpora(StateFile):
+    """The data of a start, written from `train/environment.py`."""
+
+    corpora: dict[str, str]  # fingerprint of every source, by its name
+    excluded: str | None = None  # digest of the documents of `data.exclude`, see `Packer`; None: not recorded
+
+
 def read(run: RunDir, segment: int) -> Environment | None:
     """A segment's environment, or None. Raises DamagedFileError, StorageError."""
     return state_files.read(run.segment(segment) / ENVIRONMENT, Environment)
@@ -54,6 +61,12 @@ def read(run: RunDir, segment: int) -> Environment | None:
 def view(run: RunDir, segment: int) -> Environment:
     """A segment's environment; the defaults if it is missing or damaged."""
     return state_files.view(run.segment(segment) / ENVIRONMENT, Environment) or Environment()
+
+
+def excluded(run: RunDir, segment: int) -> str | None:
+    """Digest of the documents that a segment excluded; None if it is not recorded."""
+    recorded = state_files.view(run.segment(segment) / CORPORA, Corpora)
+    return None if recorded is None else recorded.excluded
 
 
 def unlike(run: RunDir, one: int, other: int) -> list[str]:

@@ -61,7 +61,6 @@ class LineageNode(StateFile):
     kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh
     consumed: Count | None = None  # samples trained at that step
     cursor: Count | None = None  # samples read at that step
-    excluded: str | None = None  # digest of the documents of `data.exclude`; None: not known
     reason: str = ""  # this and the next two: of a rollback
     request: BranchRequest | None = None
     report: BranchReport | None = None

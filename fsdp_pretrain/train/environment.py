@@ -26,10 +26,9 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.processes import launched_at, run_program
 from fsdp_pretrain.run import environment, state_files
-from fsdp_pretrain.run.environment import ENVIRONMENT
+from fsdp_pretrain.run.environment import CORPORA, ENVIRONMENT, Corpora
 from fsdp_pretrain.run.files import RunDir, now, stamp
 from fsdp_pretrain.run.lineage import LINEAGE
-from fsdp_pretrain.run.state_files import StateFile
 
 _RECORDED_VARIABLES = (
     "CUDA_",
@@ -46,14 +45,7 @@ _RECORDED_VARIABLES = (
 _COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
 _ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$|TORCH_.*_(TEMP|PIPE)_FILE$")
 _SHOWN_HOSTS, _SHOWN_FILES = 20, 3
-_CORPORA = "corpora.json"
 _GIT_SECONDS = 60.0
-
-
-class _Corpora(StateFile):
-    """`corpora.json` of a segment: fingerprint of every source, by its name."""
-
-    corpora: dict[str, str]
 
 
 def describe(world: World, hosts: list[str]) -> dict[str, Any]:
@@ -111,18 +103,18 @@ def _git_state() -> dict[str, Any] | None:
     return {"commit": commit.strip(), "changed": sorted(line[3:] for line in changed.splitlines())[:50]}
 
 
-def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
-    """Changes since the last segment that joined the lineage. Records the corpora for the next start to compare.
+def compare(run: RunDir, number: int, data: Corpora) -> tuple[int, list[str]] | None:
+    """Changes since the last segment that joined the lineage. Records the data, also for the next start to compare.
 
     Args:
         number: this segment's.
-        corpora: fingerprint of every source.
+        data: its data.
 
     Returns:
         The number of that last segment, and the changes as `what: old -> new`; None if this is the first.
     """
     with contextlib.suppress(OSError):  # a full disk must not stop a start here
-        state_files.write(run.segment(number) / _CORPORA, {"corpora": corpora})
+        state_files.write(run.segment(number) / CORPORA, data)
     joined = (path for path in run.segments if (path / LINEAGE).exists())
     recorded = [int(path.name) for path in joined if (path / ENVIRONMENT).exists()]
     last = max((n for n in recorded if n < number), default=None)
@@ -134,9 +126,9 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
     changed += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
     changed += _code(before.git or {}, after.git or {})
     changed += differences(_variables(before), _variables(after), "environment")
-    old = state_files.view(run.segment(last) / _CORPORA, _Corpora)
+    old = state_files.view(run.segment(last) / CORPORA, Corpora)
     if old is not None:  # it is missing if the disk was full then
-        changed += differences(old.corpora, corpora, "corpora")
+        changed += differences(old.corpora, data.corpora, "corpora")
     return last, changed
 
 
