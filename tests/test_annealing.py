@@ -105,6 +105,26 @@ def test_the_mixture_of_the_file_begins_at_the_fork_of_a_run_in_stages(lab: Any,
         assert [shares(place) for place in places] == [pytest.approx(expected)] * len(places)
 
 
+def test_the_steps_to_come_are_counted_from_where_the_run_is(lab: Any, run_command: Run, helpers: Any) -> None:
+    """After ten steps of four samples and five of six: every end is the first step that reaches it."""
+    run, new = lab.path / "run", lab.path / "new"
+    small = {"train": {"duration": "10 steps", "global_batch": "4 samples"}, "checkpoint": {"every": "15 steps"}}
+    config = lab.config(optimizer={"curve": "constant"}, **small)
+    lab.train(config)
+    other = ("train.global_batch=6 samples", "train.micro_batch=6")
+    lab.train(config, *other, "train.duration=70 samples", flags=("--allow", "train.global_batch"))
+    run_command(CLI, "fork", run, "--at", 15, new, "--anneal", "5 steps", "--to", "0.5", expect=0)
+    assert "15 of 20," in run_command(CLI, "status", new).stdout
+    lab.train(new / "config.toml")
+    lab.train(config, *other, "train.duration=106 samples")
+    for trained, last in ((new, (20, 100)), (run, (21, 106))):
+        records = helpers.metrics(trained)
+        assert (records[-1]["step"], records[-1]["consumed"]) == last
+        assert f"{last[0]} of {last[0]}," in run_command(CLI, "status", trained).stdout
+    rates = [record["lr"] for record in helpers.metrics(new)][-6:]
+    assert rates == sorted(rates, reverse=True) and len({*rates}) == 6 and rates[-1] == pytest.approx(rates[0] / 2)
+
+
 @pytest.mark.parametrize(
     ("options", "mix", "reason"),
     [

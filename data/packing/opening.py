@@ -145,7 +145,9 @@ def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) 
             "in tokens would jump",
             remedy="restore the ranges of data.skip that are past, and begin new ones at a sample that is still ahead",
         )
-    last, capacity = skips.after(cursor, config.schedule.total - consumed), packer.capacity
+    batch = config.schedule.batch
+    trained = batch.ahead(consumed, batch.steps_between(consumed, config.schedule.end))
+    last, capacity = skips.after(cursor, trained - consumed), packer.capacity
     if capacity is not None and last > capacity:
         epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.epochs_read(capacity).items())
         raise DataError(

@@ -222,7 +222,7 @@ class Resume:
 
     def _same_ahead(self, newest: Config, content: SavedState) -> bool:
         """Whether there are steps ahead, and all have the values that they have in the newest configuration."""
-        ahead = content.consumed < self._config.schedule.total
+        ahead = content.consumed < self._config.schedule.end
         return ahead and same_values(newest, self._config, _steps_from(self._config, TrainState.of(content)))
 
     def _judge_reset(self, step: int) -> bool:
@@ -265,7 +265,7 @@ class Resume:
 def _steps_from(config: Config, position: Position) -> Iterator[Position]:
     """The positions after each step ahead of a position."""
     skips = open_skips(config)
-    while position.consumed < config.schedule.total:
+    while position.consumed < config.schedule.end:
         position = position.advance(config.schedule.batch, skips)
         yield position
 

@@ -86,9 +86,9 @@ def _in_samples(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
 
 def steer(config: Config, entry: TimelineEntry) -> Config:
     """The configuration with one more stored entry. Raises ConfigError, which lists every problem."""
-    total = config.schedule.total
-    if entry.at.value >= total:
-        raise ConfigError(f"the run ends after {total:_} samples: there is no step after {entry.at.value:_}")
+    end = config.schedule.end
+    if entry.at.value >= end:
+        raise ConfigError(f"the run ends after {end:_} samples: there is no step after {entry.at.value:_}")
     return with_timeline(config, [*config.timeline, entry], Path("the run's configuration with this change"))
 
 
@@ -109,12 +109,12 @@ def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, c
         before, after: configurations without and with the entry.
         step, consumed: where the run is, at the entry's place or before it.
     """
-    batch, total = before.schedule.batch, before.schedule.total
+    batch = before.schedule.batch
+    last = before.schedule.last_step(step, consumed)
     ramp_ends = set(after.schedule.marks) - set(before.schedule.marks)
     marks = {entry.at.value, *ramp_ends}
     around = {step + batch.steps_between(consumed, mark) + more for mark in marks for more in (-1, 0, 1)}
-    places = {shown: batch.ahead(consumed, shown - step) for shown in sorted(around) if shown >= max(1, step)}
-    places = {shown: place for shown, place in places.items() if place <= total}
+    places = {shown: batch.ahead(consumed, shown - step) for shown in sorted(around) if max(1, step) <= shown <= last}
     values = {shown: [values_of(entry, config, place) for config in (before, after)] for shown, place in places.items()}
     return [
         ShownValue(shown, key, str(was[key]), str(is_[key]))

@@ -176,9 +176,9 @@ class Placed:
 class Schedule:
     """Everything that changes over a run, as numbers: the sections' schedules, with the changes of the timeline.
 
-    The last step is the first that reaches `train.duration`. An entry of the timeline at `at` counts for steps that end
-    behind `at`, as if the run had restarted there with other settings: the step that ends at `at` itself still has the
-    old values, and a ramp over n reaches its end at `at` + n.
+    The last step is the first that reaches `train.duration`, also where the batch was another one before. An entry of
+    the timeline at `at` counts for steps that end behind `at`, as if the run had restarted there with other settings:
+    the step that ends at `at` itself still has the old values, and a ramp over n reaches its end at `at` + n.
 
     Raises ValueError, whose `args` are all contradictions found.
     """
@@ -195,8 +195,11 @@ class Schedule:
         full = _samples(train.global_batch, length, "train.global_batch")
         self.batch = BatchSchedule(full, None if ramp is None else _build_ramp(ramp, length))
         self.lengths = data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip))
-        self.steps = self.batch.step_at(self.samples(train.duration))
+        self.end = self.samples(train.duration)
+        """The run is complete after the first step that reaches it, in samples."""
+        self.steps = self.batch.step_at(self.end)
         self.total = self.batch.consumed_at(self.steps)
+        """Samples of a run that has these batches from its first step on."""
         warmup, decay_length = optimizer.warmup, optimizer.decay_length
         self.warmup = self.samples(warmup)
         self.decay = self.total if optimizer.decay is None else self.samples(optimizer.decay)
@@ -272,6 +275,10 @@ class Schedule:
         if progress.unit == "token":
             return self.lengths.samples(progress.value)
         return progress.value
+
+    def last_step(self, step: int, consumed: int) -> int:
+        """Number of the run's last step, as planned after step number `step`, which ended at `consumed`."""
+        return step + self.batch.steps_between(consumed, self.end)
 
     def tokens(self, samples: int) -> int:
         """Tokens of the first `samples` samples trained."""

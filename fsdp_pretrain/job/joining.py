@@ -249,14 +249,15 @@ def join_run(run: RunContext, resumed: Resumed) -> None:
     """On rank 0: write `config.toml` and `status.json` of this start. Those of a complete run with nothing left to
     train stay as they are."""
     config, state, before = run.config, resumed.state, status.read(run.recorder.run)
-    if before.was_complete and state.consumed >= config.schedule.total:
+    if before.was_complete and state.consumed >= config.schedule.end:
         return
     replace_file(run.recorder.run.config, config.to_toml())
     facts: dict[str, object] = {} if state.step == before.step else {"loss": None, "heldout": None}
     if resumed.checkpoint is None:
         facts["checkpoint"] = None
     at = {"step": state.step, "consumed": state.consumed, "cursor": state.cursor}
-    tokens, total = config.schedule.tokens(state.consumed), config.schedule.steps
+    schedule = config.schedule
+    total, tokens = schedule.last_step(state.step, state.consumed), schedule.tokens(state.consumed)
     run.recorder.status(force=True, total_steps=total, tokens=tokens, **at, **facts)
 
 

@@ -65,7 +65,8 @@ def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
     values = schedule.values_at(at)
     if not values.lr:
         raise ConfigError(f"the learning rate of step {step} is 0: there is nothing to decay from")
-    ahead = schedule.batch.steps_between(at, schedule.behind(at, asked.length))
+    steps = asked.length.unit == "step"  # counted from here: the run may have had another batch before
+    ahead = asked.length.value if steps else schedule.batch.steps_between(at, schedule.behind(at, asked.length))
     end = schedule.batch.ahead(at, ahead)
     peak = values.lr / values.lr_scale
     decay = {

@@ -81,7 +81,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     persistent = current.add(resolved, [skip] if skip else []).without(dropped)
     after = overrides.apply(run.config, place, persistent, dropped)
     _refuse_steered(resolved, after, state.consumed)
-    if after.schedule.total <= state.consumed < before.schedule.total:
+    if after.schedule.end <= state.consumed < before.schedule.end:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
             effect=f"nothing would be trained after step {state.step}, from which it is to continue",

@@ -195,7 +195,7 @@ def batches_after(config: Config, at: Position, count: int) -> list[dict[str, in
     """The `count` batches after a position: `first` is the cursor before each, the rest is its `Position`."""
     skips = open_skips(config)
     batches = list[dict[str, int]]()
-    while len(batches) < count and at.consumed < config.schedule.total:
+    while len(batches) < count and at.consumed < config.schedule.end:
         first, at = at.cursor, at.advance(config.schedule.batch, skips)
         batches.append({**vars(at), "first": first})
     return batches

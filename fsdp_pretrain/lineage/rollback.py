@@ -137,11 +137,12 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
 
 def status_at(branch: Branch, text: str) -> dict[str, Any]:
     """The entries of `status.json` that a run has at a checkpoint."""
-    state, tokens = branch.state, branch.after.schedule.tokens(branch.state.consumed)
+    state, schedule = branch.state, branch.after.schedule
+    tokens = schedule.tokens(state.consumed)
     return {
         **vars(state),
         "tokens": tokens,
-        "total_steps": branch.after.schedule.steps,
+        "total_steps": schedule.last_step(state.step, state.consumed),
         "loss": None,
         "checkpoint": {"step": state.step, "consumed": state.consumed, "tokens": tokens, "verified": True},
         **status.ended(Exit.RESUME, text),

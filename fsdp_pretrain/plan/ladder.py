@@ -197,7 +197,7 @@ def read(run: RunDir, target: Config, n: int) -> Trial:
     tokens, asked = schedule.tokens(schedule.total) / size, target.schedule.tokens(target.schedule.total) / n
     if not 0.9 < tokens / asked < 1.1:
         wrong.append(f"it has {tokens:.3g} tokens per parameter of its blocks, and the target has {asked:.3g}")
-    if not records or records[-1].consumed < schedule.total:
+    if not records or records[-1].consumed < schedule.end:
         wrong.append(f"it was left after {records[-1].step if records else 0} of {schedule.steps} steps")
     planned = (math.isclose(step.lr, schedule.lr_at(step.consumed), rel_tol=1e-6) for step in records)
     if config.timeline or not all(planned):

@@ -60,11 +60,12 @@ def _row_at(config: Config, count: StepCount, text: str) -> dict[str, Any]:
         samples = count.consumed_at(place.value) if place.unit == "step" else schedule.samples(place)
     except ValueError as error:
         raise ConfigError(f"--at: {error}") from None
-    if not 0 < samples <= schedule.total:
+    steps = count.step_at(schedule.end)
+    total = count.consumed_at(steps)
+    if not 0 < samples <= total:
         raise ConfigError(
             f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
-            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
-            f"{schedule.tokens(schedule.total):_} tokens"
+            f"{steps:_} steps: {total:_} samples, {schedule.tokens(total):_} tokens"
         )
     step = count.step_at(samples)
     consumed = count.consumed_at(step)

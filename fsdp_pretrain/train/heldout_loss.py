@@ -50,7 +50,7 @@ class HeldOutLoss(Observer):
     def _due(self, state: TrainState) -> bool:
         """Whether the step that led to `state` completes an interval or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
-        last, every = state.consumed >= schedule.total, self._config.heldout_every
+        last, every = state.consumed >= schedule.end, self._config.heldout_every
         return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()

@@ -80,7 +80,7 @@ class Loop:
         return self._end(Exit.COMPLETE)
 
     def _complete(self) -> bool:
-        return self.trainer.state.consumed >= self.trainer.config.schedule.total
+        return self.trainer.state.consumed >= self.trainer.config.schedule.end
 
     def _end(self, outcome: Exit) -> Exit:
         """Read the steps in flight and save, unless the run goes back to an earlier step."""

@@ -151,9 +151,7 @@ class Trainer:
 
     def last_step(self) -> int:
         """Number of the run's last step, as planned from here."""
-        schedule = self.config.schedule
-        left = schedule.batch.step_at(schedule.total) - schedule.batch.step_at(self.state.consumed)
-        return self.state.step + left
+        return self.config.schedule.last_step(self.state.step, self.state.consumed)
 
     def _before_micro_batch(self, width: int) -> None:
         """Report the phase: the first pass over samples of a width may compile for minutes, which is not a hang."""

@@ -133,6 +133,7 @@ class Leader:
             snapshot |= {
                 "step_seconds": record.seconds.iteration,
                 "step": record.step,
+                "total_steps": self._config.schedule.last_step(record.step, record.consumed),
                 "tokens": record.tokens,
                 "world": record.world,
                 "skipped_steps": self._skipped,
