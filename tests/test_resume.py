@@ -86,8 +86,21 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(trained
         ([], ["train.duration=60 steps"], {"optimizer.decay": "20 steps -> 60 steps, the end of the run"}),
         ([], ["train.duration=160 samples"], {}),
         ([], ["train.duration=12 steps", "optimizer.decay=20 steps"], {"train.duration": "20 steps -> 12 steps"}),
-        # steps are not what they were, but the text of the configuration is: one change, not three
-        ([], ["train.global_batch=16 samples"], {"train.global_batch": '"8 samples" -> "16 samples"'}),
+        # what is counted in steps moves with the batch, though its text is what it was
+        (
+            [],
+            ["train.global_batch=16 samples"],
+            {
+                "train.global_batch": '"8 samples" -> "16 samples"',
+                "optimizer.warmup": "4 steps: 32 -> 64 samples",
+                "optimizer.decay": "20 steps: 160 -> 320 samples, the end of the run",
+            },
+        ),
+        (
+            ["optimizer.decay=20 steps"],
+            ["train.global_batch=16 samples", "optimizer.warmup=32 samples", "optimizer.decay=160 samples"],
+            {"train.global_batch": '"8 samples" -> "16 samples"'},
+        ),
         ([], ["train.micro_batch=4", "parallel.compile=true", "checkpoint.every=2 steps", "eval.limit=3"], {}),
         ([], ["optimizer.betas=[0.9, 0.99]"], {"optimizer.betas": "[0.9, 0.95] -> [0.9, 0.99]"}),
         ([], ["train.loss_scale.first=8"], {"train.loss_scale.first": "65536.0 -> 8.0"}),
@@ -99,7 +112,12 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(trained
         (
             [],
             ['train.batch_ramp={first="2 samples",by="2 samples",duration="100 samples"}'],
-            {"train.batch_ramp": "absent"},
+            {
+                "train.batch_ramp": "absent",
+                "train.duration": "20 steps: 160 -> 46 samples",
+                "optimizer.warmup": "4 steps: 32 -> 8 samples",
+                "optimizer.decay": "20 steps: 160 -> 46 samples, the end of the run",
+            },
         ),
     ],
 )
@@ -111,6 +129,38 @@ def test_what_must_be_declared(
     assert {change.key for change in found} == set(expected)
     assert all(expected[change.key] in change.text for change in found)
     assert not undeclared(found, {key.split(".")[0] for key in expected})  # a table allows its keys
+
+
+STEPPED = (
+    "optimizer.curve=wsd", "optimizer.decay_length=5 steps",
+    "timeline=[{at='10 steps',optimizer={weight_decay=0.5}},{at='12 steps',train={z_loss={to=1e-3,over='4 steps'}}}]",
+)  # fmt: skip
+"""With a batch of 8, then 16: a warm-up to 32 or 64 samples; entries at 80 or 160, and 96 to 128 or 192 to 256; a decay
+from 120 to 160, or from 240 to 320."""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("consumed", "expected"),
+    [
+        (40, "optimizer.warmup optimizer.decay_length"),
+        (64, "optimizer.decay_length"),
+        (80, "optimizer.decay_length"),  # where the run is: the next step is the first of the entry
+        (88, "optimizer.decay_length timeline"),
+        (128, "optimizer.decay optimizer.decay_length timeline"),
+        (248, "optimizer.decay optimizer.decay_length timeline"),
+        (256, "optimizer.decay optimizer.decay_length"),
+        (320, ""),
+    ],
+)
+@pytest.mark.promise("data-changes")
+def test_what_moves_with_the_batch_is_declared_unless_ahead_or_past(
+    trained_config: Path, consumed: int, expected: str
+) -> None:
+    old = load(trained_config, STEPPED)
+    new = load(trained_config, [*STEPPED, "train.global_batch=16 samples"])
+    found = undeclared(changes(old, new), {"train.global_batch"}, consumed)
+    assert {change.key for change in found} == {*expected.split()}
 
 
 @pytest.fixture

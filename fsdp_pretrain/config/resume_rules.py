@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Progress
 
 from .config import Config, load_known, schema_keys
-from .timeline import TimelineEntry
+from .schedule import Placed
+from .timeline import Change, TimelineEntry
 from .toml_file import nearest
 
 FREE, DECLARED, FORBIDDEN = "free", "declared", "forbidden"
@@ -86,14 +88,20 @@ class ConfigChange:
     """How to avoid it, if that is not obvious."""
     at: int | None = None
     """Samples consumed before it changes anything; None: it does at once."""
+    until: int | None = None
+    """Samples consumed after which it changes nothing; None: it always does."""
 
 
 def changes(old: Config, new: Config) -> list[ConfigChange]:
-    """How two configurations of a run differ in what they mean from here on; forbidden changes included."""
-    differing = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
+    """How two configurations of a run differ in what they mean from here on; forbidden changes included.
+
+    Amounts of training are compared in samples: what is written in steps moves with the batch, though its text stays.
+    """
+    parts = (_warmup, _decay, _decay_length, _duration, _timeline)
+    differing = [change for part in parts for change in part(old, new)]
     for path, was, is_ in leaves(values_of(old), values_of(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
-        if key not in ("optimizer.decay", "train.duration"):
+        if key not in ("optimizer.warmup", "optimizer.decay", "optimizer.decay_length", "train.duration"):
             differing.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
     order = list(schema_keys())
     return sorted(differing, key=lambda change: order.index(change.key))
@@ -109,34 +117,98 @@ def values_of(config: Config) -> dict[str, Any]:
 
 def _duration(old: Config, new: Config) -> Iterator[ConfigChange]:
     """The change of the duration: free if it is longer, because the run only continues after its former end."""
-    was, is_ = old.train.duration, new.train.duration
-    if was != is_:
-        longer = new.schedule.samples(is_) >= old.schedule.samples(was)
-        yield ConfigChange("train.duration", f"train.duration: {was} -> {is_}", FREE if longer else DECLARED)
+    was, is_, before, after = old.train.duration, new.train.duration, old.schedule.end, new.schedule.end
+    if was != is_ or before != after:
+        text = _amount("train.duration", was, is_, before, after)
+        yield ConfigChange("train.duration", text, FREE if after >= before else DECLARED)
+
+
+def _warmup(old: Config, new: Config) -> Iterator[ConfigChange]:
+    """The change of the warm-up. All curves but two begin to decay at its end."""
+    was, is_, before, after = old.optimizer.warmup, new.optimizer.warmup, old.schedule.warmup, new.schedule.warmup
+    if before == after:
+        return
+    flat = old.optimizer.curve == new.optimizer.curve and new.optimizer.curve in ("constant", "wsd")
+    until = max(before, after) if flat else max(old.schedule.decay, new.schedule.decay)
+    advice = f'optimizer.warmup="{Progress(before, "sample")}" keeps it as it was' if was == is_ else ""
+    text = _amount("optimizer.warmup", was, is_, before, after)
+    yield ConfigChange("optimizer.warmup", text, DECLARED, advice, until=until)
 
 
 def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
     """The change of the learning rate's end: by default that of the run, so that another duration changes the curve."""
     was, is_ = (config.optimizer.decay or config.train.duration for config in (old, new))
-    if was == is_ or not new.schedule.decays or old.schedule.decay == new.schedule.decay:
+    before, after = old.schedule.decay, new.schedule.decay
+    if not new.schedule.decays or before == after:
         return
-    advice = "" if new.optimizer.decay else f'optimizer.decay="{was}" keeps the curve of the learning rate as it was'
-    end = "" if new.optimizer.decay else ", the end of the run"
+    kept, given = was if new.schedule.samples(was) == before else Progress(before, "sample"), new.optimizer.decay
+    keeps = f'optimizer.decay="{kept}" keeps the curve of the learning rate as it was'
+    text = _amount("optimizer.decay", was, is_, before, after) + ("" if given else ", the end of the run")
     both = old.optimizer.curve == new.optimizer.curve == "wsd"  # then nothing changes before the decay
     at = min(old.schedule.decay_start, new.schedule.decay_start) if both else None
-    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice, at)
+    advice = "" if given and was != is_ else keeps
+    yield ConfigChange("optimizer.decay", text, DECLARED, advice, at, max(before, after))
+
+
+def _decay_length(old: Config, new: Config) -> Iterator[ConfigChange]:
+    """The change of the length of a `wsd` decay."""
+    was, is_ = old.optimizer.decay_length, new.optimizer.decay_length
+    before, after = (config.schedule.decay - config.schedule.decay_start for config in (old, new))
+    if (was is None) != (is_ is None) or (was is not None and before != after):
+        advice = f'optimizer.decay_length="{Progress(before, "sample")}" keeps it as it was' if was == is_ else ""
+        until = max(old.schedule.decay, new.schedule.decay) if was and is_ else None
+        text = _amount("optimizer.decay_length", was, is_, before, after)
+        yield ConfigChange("optimizer.decay_length", text, DECLARED, advice, until=until)
+
+
+def _amount(key: str, was: Progress | None, is_: Progress | None, before: int, after: int) -> str:
+    """A changed amount as text; in samples where the same text means another number of them."""
+    if was == is_:
+        return f"{key}: {was}: {before:_} -> {after:_} samples"
+    return f"{key}: {was or 'absent'} -> {is_ or 'absent'}"
 
 
 def _timeline(old: Config, new: Config) -> Iterator[ConfigChange]:
-    """Entries that were removed, perhaps by an old file, and new ones, which change nothing before their place."""
-    for entry in old.timeline:
-        if entry not in new.timeline:
-            yield ConfigChange("timeline", f"timeline: {entry} -> absent", _class_of_entry(entry))
-    for placed in new.schedule.timeline:
-        if placed.entry not in old.timeline:
-            yield ConfigChange(
-                "timeline", f"timeline: absent -> {placed.entry}", _class_of_entry(placed.entry), at=placed.at
-            )
+    """Entries that were removed, perhaps by an old file, new ones, which change nothing before their place, and those
+    that are elsewhere now, since they are counted in steps."""
+    were, are = old.schedule.timeline, new.schedule.timeline
+    meant = [[_meaning(placed) for placed in timeline] for timeline in (were, are)]
+    for index, was in enumerate(were):
+        kind = _class_of_entry(was.entry)
+        moved = next((placed for placed in are if placed.entry == was.entry), None)
+        if _meaning(was) in meant[1]:
+            continue
+        if moved is None:
+            yield ConfigChange("timeline", f"timeline: {was.entry} -> absent", kind)
+            continue
+        places = (":".join(f"{place:_}" for place in (placed.at, *placed.ends)) for placed in (was, moved))
+        text = f"timeline: {was.entry}: {' -> '.join(places)} samples"
+        yield ConfigChange("timeline", text, kind, at=min(was.at, moved.at), until=_settled(were, are, index))
+    for placed in are:
+        if _meaning(placed) not in meant[0] and placed.entry not in old.timeline:
+            text = f"timeline: absent -> {placed.entry}"
+            yield ConfigChange("timeline", text, _class_of_entry(placed.entry), at=placed.at)
+
+
+def _meaning(placed: Placed) -> tuple[Any, ...]:
+    """What an entry does, in whatever units it is written."""
+    values = [
+        (key, value.model_copy(update={"over": value.over is not None}) if isinstance(value, Change) else value)
+        for key, value in placed.entry.changes()
+    ]
+    return placed.at, placed.ends, placed.entry.reason, values
+
+
+def _settled(were: Sequence[Placed], are: Sequence[Placed], index: int) -> int | None:
+    """Samples after which it makes no difference that an entry of both timelines has moved: its ramps have ended, and
+    those that began before them. None if the order of the entries is another one."""
+    if [placed.entry for placed in were] != [placed.entry for placed in are]:
+        return None
+    until = 0
+    for number, pair in enumerate(zip(were[index:], are[index:], strict=True)):
+        if number == 0 or min(placed.at for placed in pair) < until:
+            until = max(until, *(place for placed in pair for place in (placed.at, *placed.ends)))
+    return until
 
 
 def _class_of_entry(entry: TimelineEntry) -> str:
@@ -223,10 +295,12 @@ def _covers(name: str, key: str) -> bool:
 def undeclared(
     differing: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
 ) -> list[ConfigChange]:
-    """The changes that must be declared and are not `allowed`, without those that are ahead at `consumed` samples."""
+    """The changes that must be declared and are not `allowed`, without those that are ahead at `consumed` samples, or
+    past and without effect."""
     declared = [change for change in differing if change.kind == DECLARED]
     if consumed is not None:
         declared = [change for change in declared if change.at is None or change.at < consumed]
+        declared = [change for change in declared if change.until is None or consumed < change.until]
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
 
 

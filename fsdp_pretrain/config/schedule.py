@@ -167,10 +167,11 @@ class StepValues:
 
 @dataclass(frozen=True)
 class Placed:
-    """A timeline entry and its place in samples."""
+    """A timeline entry, its place, and the ends of its ramps in the order of `entry.changes()`, all in samples."""
 
     at: int
     entry: TimelineEntry
+    ends: tuple[int, ...]
 
 
 class Schedule:
@@ -216,8 +217,7 @@ class Schedule:
             section, _, name = key.partition(".")
             self._values[key] = Piecewise(getattr(sections[section], name))
         steered = {_SHRINK} if optimizer.embedding_shrink != 1.0 else set[str]()
-        placed = [Placed(self.samples(entry.at), entry) for entry in timeline]
-        self.timeline = sorted(placed, key=lambda entry: entry.at)
+        self.timeline = sorted(map(self._placed, timeline), key=lambda placed: placed.at)
         """The entries in order, with their places."""
         for place in self.timeline:
             for key, value in place.entry.changes():
@@ -234,6 +234,11 @@ class Schedule:
             yield f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
         if self.decay_start < self.warmup:
             yield f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}"
+
+    def _placed(self, entry: TimelineEntry) -> Placed:
+        place, *ramps = entry.lengths()
+        at = self.samples(place)
+        return Placed(at, entry, tuple(self.behind(at, ramp) for ramp in ramps))
 
     def _change(self, along: Piecewise[Any], at: int, value: Any) -> None:
         """Apply a change of the timeline. A ramp that ends within the next step changes the value at once."""
