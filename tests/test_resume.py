@@ -153,7 +153,6 @@ from 120 to 160, or from 240 to 320."""
         (320, ""),
     ],
 )
-@pytest.mark.promise("data-changes")
 def test_what_moves_with_the_batch_is_declared_unless_ahead_or_past(
     trained_config: Path, consumed: int, expected: str
 ) -> None:

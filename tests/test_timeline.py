@@ -50,7 +50,7 @@ def test_an_entry_is_a_restart_with_other_settings(lab: Any, helpers: Any) -> No
     assert helpers.metrics(run)[6]["z_loss"] is not None and helpers.metrics(run)[5]["z_loss"] is None
 
 
-@pytest.mark.promise("data-changes")
+@pytest.mark.promise("schedules")
 def test_another_batch_does_not_move_what_has_begun(lab: Any, helpers: Any) -> None:
     """A ramp that has ended and an entry behind would begin again: refused, and written in samples they stay."""
     train = {"duration": "12 steps", "global_batch": "4 samples"}
