@@ -12,6 +12,7 @@ from records import step_record
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.run import lineage, state_files
+from fsdp_pretrain.run.environment import Corpora
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal, who
 from fsdp_pretrain.run.recorder import Recorder
@@ -54,10 +55,10 @@ def test_a_start_says_what_is_not_as_it_was(
     """A restart with another configuration, world size or host list reports the changed values."""
     run = RunDir(tmp_path)
     segment(run, 1)
-    assert compare(run, 1, {"web": "f1"}) is None
+    assert compare(run, 1, Corpora(corpora={"web": "f1"})) is None
     lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # not a start
     segment(run, 3, *overrides, **environment)
-    found = compare(run, 3, {"web": "f1"})
+    found = compare(run, 3, Corpora(corpora={"web": "f1"}))
     assert found is not None and found[0] == 1 and len(found[1]) == len(expected), found
     assert all(text.startswith(start) for text, start in zip(found[1], expected, strict=True)), found
 
@@ -68,7 +69,7 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for number, prints in ((1, {"web": "f1"}), (2, {"web": "f2", "code": "f3"})):
         segment(run, number)
-        found = compare(run, number, prints)
+        found = compare(run, number, Corpora(corpora=prints))
     assert found == (1, ['corpora.web: "f1" -> "f2"', 'corpora.code: absent -> "f3"'])
 
 

@@ -99,7 +99,7 @@ def changes(old: Config, new: Config) -> list[ConfigChange]:
     """
     parts = (_warmup, _decay, _decay_length, _duration, _timeline)
     differing = [change for part in parts for change in part(old, new)]
-    for path, was, is_ in leaves(values_of(old), values_of(new)):
+    for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.warmup", "optimizer.decay", "optimizer.decay_length", "train.duration"):
             differing.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
@@ -107,7 +107,7 @@ def changes(old: Config, new: Config) -> list[ConfigChange]:
     return sorted(differing, key=lambda change: order.index(change.key))
 
 
-def values_of(config: Config) -> dict[str, Any]:
+def _tree(config: Config) -> dict[str, Any]:
     """The values of a configuration without its timeline; sources by name, because their order means nothing."""
     tree = config.model_dump(mode="json")
     tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}

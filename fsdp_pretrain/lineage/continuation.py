@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, differences, refuse, values_of
+from fsdp_pretrain.config.resume_rules import changes, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer
@@ -47,7 +47,7 @@ class Branch:
             consumed=self.state.consumed,
             cursor=self.state.cursor,
             skip=str(self.skip) if self.skip else None,
-            changes=_changes(self.before, self.after),
+            changes=[change.text for change in changes(self.before, self.after)],
         )
 
 
@@ -105,13 +105,6 @@ def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
     """Raise ConfigError if `section.key=value` changes include the run directory."""
     if any(_key(text) == "run.dir" for text in changes):
         raise ConfigError(cause, remedy=remedy)
-
-
-def _changes(old: Config, new: Config) -> list[str]:
-    """How two configurations differ, as `key: old -> new`; timeline entries one by one."""
-    return differences(values_of(old), values_of(new)) + [
-        change.text for change in changes(old, new) if change.key == "timeline"
-    ]
 
 
 def _key(text: str) -> str:
