@@ -27,7 +27,8 @@ _INTRODUCTION = """\
 # Configuration
 
 A run is one TOML file. `include = ["../models/llama-7b.toml"]` at its top merges other files under it (paths relative
-to the file), and `key=value` arguments replace values: `train.duration="50 steps" data.sources.0.weight=2`. Other
+to the file), and `key=value` arguments replace values: `train.duration="50 steps" data.sources.0.weight=2`, also by
+name, `data.sources.wiki.weight=2`. Other
 relative paths are relative to the working directory. Unknown keys and values of the wrong type are errors; all of them
 are reported at once. A key that other keys leave without effect (`decay_shape` of a cosine) is a warning, in `plan` and
 at every start.

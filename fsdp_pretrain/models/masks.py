@@ -172,6 +172,7 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype, distance: Tensor 
     if distance is None:
         places = torch.arange(visible.shape[-1], device=visible.device)
         distance = places.unsqueeze(0) - places.unsqueeze(1)
+    # A plain copy to the device would make the host wait for it.
     slopes = torch.tensor(alibi_slopes(heads)).to(visible.device, non_blocking=True)
     bias = slopes.view(1, heads, 1, 1) * distance
     return bias.masked_fill(~visible, -math.inf).to(dtype)

@@ -77,6 +77,7 @@ class OwnObservers(Observer):
         if not measures:
             return None
         self._names.append(list(measures))
+        # Each may be on any device, and a plain copy would make the host wait.
         device, values = self._world.device, (measure.value.detach() for measure in measures.values())
         local = [value.to(device, torch.float64, non_blocking=True) for value in values]
         shards = self._world.gather_shards(torch.stack(local))
