@@ -14,7 +14,7 @@ _MADE_IN = "/tmp/fsdp-pretrain-release"
 def unpack(place: Path) -> Path:
     """Unpack it as if it had been trained in `place`; its directory. Checkpoints stay as they are."""
     with tarfile.open(ARCHIVE) as packed:
-        packed.extractall(place, filter="data")
+        packed.extractall(place, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     run = place / "run"
     for path in (place / "run.toml", run / "config.toml", *run.glob("segments/*/config.toml")):
         path.write_text(path.read_text().replace(_MADE_IN, str(place)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 from object_store import Faults, ObjectStore
 from records import commit, flip
 from sight import seeded, until
@@ -16,7 +19,8 @@ from test_mirror import FILES, Carried
 from test_mirror_runs import uploader, whole, whole_now
 
 from fsdp_pretrain.checkpoint.missing import missing
-from fsdp_pretrain.checkpoint.store import Store, verify_files
+from fsdp_pretrain.checkpoint.store import Store, describe_file, verify_files
+from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.remote import RemoteError
 from fsdp_pretrain.run import journal, lineage, run_id
@@ -84,6 +88,25 @@ def test_a_wrong_byte_costs_one_copy(carried: Carried, tmp_path: Path, harm: Cal
         carried.run.config.write_bytes(before["config.toml"])  # as the next start does
         carried.copy()
         restored(carried, 20)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "kind"), [("../outside", tarfile.REGTYPE), ("journal.jsonl", tarfile.SYMTYPE)])
+def test_nothing_outside_the_run_is_written(carried: Carried, tmp_path: Path, name: str, kind: bytes) -> None:
+    """Whoever may write to the mirror could have made the archive."""
+    carried.copy()
+    object_ = max((carried.mirror / "record").iterdir())
+    member, packed = tarfile.TarInfo(name), io.BytesIO()
+    member.type, member.linkname = kind, "../outside"
+    with tarfile.open(mode="w", fileobj=packed) as archive:
+        archive.addfile(member)
+    object_.write_bytes(zstandard.ZstdCompressor().compress(packed.getvalue()))
+    prefix = object_.name.rpartition("-")[0]
+    object_.rename(object_.with_name(f"{prefix}-{describe_file(object_).xxh3}.tar.zst"))
+    carried.lose()
+    with pytest.raises(StorageError, match=f"holds '{name}', which is not a file of it"):
+        carried.restore()
+    assert not any(path.name == "outside" for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.quick

@@ -7,6 +7,7 @@ in the mirror, only what was recorded since then is lost. Logs, traces, views an
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import shutil
 import tarfile
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO, cast
 
 import zstandard
 from tqdm import tqdm
@@ -116,9 +118,22 @@ def restore_record(
                 zstandard.ZstdDecompressor().stream_reader(file) as content,
                 tarfile.open(mode="r|", fileobj=content) as archive,
             ):
-                archive.extractall(into, filter="data")
+                _unpack(archive, into)
             return record
     return None
+
+
+def _unpack(archive: tarfile.TarFile, into: Path) -> None:
+    """Unpack regular files as `extractall(into, filter="data")`, which came with Python 3.11.4. Raises OSError."""
+    for member in archive:
+        path = into / member.name
+        if not member.isfile() or not path.resolve().is_relative_to(into.resolve()):
+            raise OSError(f"the copy of the record holds {member.name!r}, which is not a file of it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with cast(IO[bytes], archive.extractfile(member)) as content, path.open("wb") as file:
+            shutil.copyfileobj(content, file)
+        path.chmod(member.mode & 0o666 | 0o600)
+        os.utime(path, (member.mtime, member.mtime))
 
 
 class FetchedRun(RunDir):
