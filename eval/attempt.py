@@ -27,7 +27,7 @@ from fsdp_pretrain.checkpoint.store import Store, step_of
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
-from fsdp_pretrain.processes import die_with_parent, start_module
+from fsdp_pretrain.processes import collect_seldom, die_with_parent, start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
 from fsdp_pretrain.run.lock import Lease
@@ -183,6 +183,7 @@ def main() -> int:
     """Evaluate a checkpoint as configured in its run, into a folder: `RUN CHECKPOINT PLACE WORKER_PID`."""
     run, path, place = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     die_with_parent(int(sys.argv[4]))
+    collect_seldom()
     section = load_recorded(run.config).eval
     if section.command is not None:
         facts = {

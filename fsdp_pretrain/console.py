@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .errors import Exit, StorageError, UserError
+from .processes import collect_seldom
 from .units import Bytes, Progress, Seconds
 
 Handler = Callable[[argparse.Namespace], int]
@@ -166,6 +167,7 @@ class CommandLine:
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""
+        collect_seldom()
         return run_guarded(lambda: self._run(arguments))
 
     def _run(self, arguments: Sequence[str] | None) -> int:

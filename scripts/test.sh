@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 "$python" -m ruff format --check .
 "$python" -m ruff check .
 "$python" -m mypy
+unset PYTHONDONTWRITEBYTECODE  # else every process that the tests start compiles our modules again
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow and not gpu"
 fi

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.errors import Exit
-from fsdp_pretrain.processes import die_with_parent
+from fsdp_pretrain.processes import collect_seldom, die_with_parent
 
 from .torchrun import LAUNCHER, STOP_SIGNALS
 
@@ -36,6 +36,7 @@ def cause_of(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 def main() -> int:
     """Run torchrun. Returns 0, or 1 if a rank failed; raises torchrun's own errors."""
     die_with_parent(int(os.environ[LAUNCHER]))
+    collect_seldom()
     stop_signals: list[int] = []
     for number in STOP_SIGNALS:  # a handler, because the ranks would inherit SIG_IGN
         signal.signal(number, lambda received, _: stop_signals.append(received))

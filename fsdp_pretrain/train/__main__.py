@@ -3,13 +3,14 @@
 import os
 
 from fsdp_pretrain import master_port
-from fsdp_pretrain.processes import run_rank
+from fsdp_pretrain.processes import collect_seldom, run_rank
 
 if __name__ == "__main__":
     held = master_port.hold()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         # Against fragmentation; torch reads it once.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    collect_seldom()
     from fsdp_pretrain.job.main import main  # imports torch, which takes seconds
 
     run_rank(main)
