@@ -203,11 +203,17 @@ def starts(run: Path) -> int:
 @pytest.mark.shows("A8")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_node_dies(lab: Any, sides: Sides) -> None:
-    """kill -9 of everything on the second node: it is named, and the job, which may not shrink, ends with 75."""
+@pytest.mark.parametrize("aborts", [False, True], ids=["raises", "aborts"])
+def test_a_node_dies(lab: Any, sides: Sides, aborts: bool) -> None:
+    """kill -9 of everything on the second node: it is named, and the job, which may not shrink, ends with 75. The rank
+    of the first node raises an error of gloo, or dies without one (NCCL's behaviour)."""
     both, run = sides("2"), lab.path / "run"
-    name = both[1].node.name
+    name, mine = both[1].node.name, both[0].rank(0)
+    if aborts:
+        os.kill(mine, signal.SIGSTOP)
     both[1].signal(signal.SIGKILL)
+    if aborts:
+        os.kill(mine, signal.SIGKILL)
     until(lambda: alarms(run, f"node/{name}"))
     until(lambda: (intent(run) or {}).get("lost") == [name], what=lambda: f"{intent(run)}; {both[0].log.read_text()}")
     both[0].ends(75)

@@ -258,6 +258,19 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
     assert (intent["code"], intent["suspects"], intent["restart"]) == (75, [1], True)
 
 
+def test_a_lost_node_is_the_cause_of_deaths_without_a_reason(tmp_path: Path) -> None:
+    """NCCL aborts ranks that lost a peer; nothing else replaces the first death."""
+    run = RunDir(tmp_path)
+    segment = recorder(run).segment
+    exit_intent.write(run, segment, 75, "rank 1 exited", is_cause=True, suspects=[1], unexplained=True)
+    exit_intent.write(run, segment, 75, "rank 2 exited", is_cause=True, suspects=[2], unexplained=True)
+    assert exit_intent.read(segment).reason == "rank 1 exited"
+    exit_intent.write(run, segment, 75, "node-2 is lost", is_cause=True, suspects=[], lost=["node-2"])
+    exit_intent.write(run, segment, 75, "rank 3 exited", is_cause=True, suspects=[3], unexplained=True)
+    intent = exit_intent.read(segment)
+    assert (intent.reason, intent.lost, intent.unexplained) == ("node-2 is lost", ["node-2"], False)
+
+
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:4851: Connection reset by peer. This is typical"
 
 

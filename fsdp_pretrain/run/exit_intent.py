@@ -30,6 +30,7 @@ class ExitIntent(StateFile):
     lost: list[str] = Field(default_factory=list)  # hosts that the watchdog reported lost
     rank: int | None = None  # the rank that ended, if it was a single one
     by: str | None = None  # `watchdog` if that decided it, not the ranks
+    unexplained: bool = False  # ranks ended without a reason; a lost node is one, since NCCL aborts their processes
 
 
 def read(segment: Path) -> ExitIntent | None:
@@ -41,7 +42,8 @@ def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool 
     """Record how a start ended; `facts` are further keys of `ExitIntent`, or keys for people.
 
     The first writer wins, but a cause (`is_cause`) replaces an unexpected error of a rank, which may have failed only
-    because it lost its peers. Errors of the file system are ignored.
+    because it lost its peers, and a lost node (`lost` in `facts`) one that is `unexplained`. Errors of the file system
+    are ignored.
     """
     path = segment / EXIT_INTENT
     intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}
@@ -50,7 +52,9 @@ def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool 
             state_files.create(path, intent)
         except FileExistsError:
             first = read(segment)
-            if not is_cause or first is None or first.code != Exit.UNEXPECTED:
+            if first is None or not (
+                (is_cause and first.code == Exit.UNEXPECTED) or (facts.get("lost") and first.unexplained)
+            ):
                 return
             state_files.write(path, intent)
         if run.status.exists() and segment == run.segments[-1]:

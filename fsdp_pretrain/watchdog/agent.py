@@ -265,7 +265,7 @@ class Agent:
         if self._leader is not None:
             self._run_detectors()
         intent = self._intent()
-        explained = intent is not None and intent.code != Exit.UNEXPECTED
+        explained = intent is not None and intent.code != Exit.UNEXPECTED and not intent.unexplained
         if (
             not lost
             or explained
@@ -311,7 +311,7 @@ class Agent:
         host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
         broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
         code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
-        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {"unexplained": True})}
         self._write_intent(code, text, facts)
         self._alarms.open(
             "rank-died",
