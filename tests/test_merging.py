@@ -132,6 +132,8 @@ def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
     assert greedy not in texts
     refused = run_command("fsdp_pretrain.cli", "sample", tail, "the run", "--tokens", 32)
     assert refused.returncode == 78 and "32 tokens do not fit" in refused.stderr
+    refused = run_command("fsdp_pretrain.cli", "fork", tail, tmp_path / "forked", "--at", 40)
+    assert refused.returncode == 78 and "RUN/merged/NAME, that is RUN" in refused.stderr
 
 
 @pytest.mark.slow

@@ -61,6 +61,9 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
         ConfigError: the changes contradict each other, the run, or what a resume may change.
         DataError: the corpora cannot be read, or run out before the run ends.
     """
+    if not run.config.exists():
+        remedy = "name a run that was started; of a mean of checkpoints, RUN/merged/NAME, that is RUN"
+        raise ConfigError(f"{run.path} was never started: there is no {run.config.name}", remedy=remedy)
     for text in request.changes:
         if _key(text) == "data.skip":
             raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
