@@ -20,7 +20,6 @@ from test_mirror_runs import uploader, whole, whole_now
 
 from fsdp_pretrain.checkpoint.missing import missing
 from fsdp_pretrain.checkpoint.store import Store, describe_file, verify_files
-from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.remote import RemoteError
 from fsdp_pretrain.run import journal, lineage, run_id
@@ -104,7 +103,7 @@ def test_nothing_outside_the_run_is_written(carried: Carried, tmp_path: Path, na
     prefix = object_.name.rpartition("-")[0]
     object_.rename(object_.with_name(f"{prefix}-{describe_file(object_).xxh3}.tar.zst"))
     carried.lose()
-    with pytest.raises(StorageError, match=f"holds '{name}', which is not a file of it"):
+    with pytest.raises(MirrorError, match=f"holds '{name}', which is not a file of it"):
         carried.restore()
     assert not any(path.name == "outside" for path in tmp_path.rglob("*"))
 

@@ -27,7 +27,7 @@ from fsdp_pretrain.run import lineage, mirror_status, run_id
 from fsdp_pretrain.run.files import Fetched, RunDir, stamp
 from fsdp_pretrain.run.metrics import METRICS
 
-from .layout import RECORD, MirroredRecord, MirrorState, RunMirror
+from .layout import RECORD, MirroredRecord, MirrorError, MirrorState, RunMirror
 
 _ARCHIVE = "record.tar.zst"
 _COPIED = (
@@ -108,7 +108,7 @@ def restore_record(
         The copy that was unpacked; None if none is whole.
 
     Raises:
-        RemoteError, OSError.
+        RemoteError, MirrorError, OSError.
     """
     packed = work / _ARCHIVE
     for record in state.records:
@@ -124,11 +124,17 @@ def restore_record(
 
 
 def _unpack(archive: tarfile.TarFile, into: Path) -> None:
-    """Unpack regular files as `extractall(into, filter="data")`, which came with Python 3.11.4. Raises OSError."""
+    """Unpack regular files as `extractall(into, filter="data")`, which came with Python 3.11.4.
+
+    Raises MirrorError, OSError.
+    """
     for member in archive:
         path = into / member.name
         if not member.isfile() or not path.resolve().is_relative_to(into.resolve()):
-            raise OSError(f"the copy of the record holds {member.name!r}, which is not a file of it")
+            raise MirrorError(
+                f"the copy of the record holds {member.name!r}, which is not a file of it",
+                remedy="find out who else writes to the mirror; the copy before it is there too",
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         with cast(IO[bytes], archive.extractfile(member)) as content, path.open("wb") as file:
             shutil.copyfileobj(content, file)
