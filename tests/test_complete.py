@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
 from processes import CLI, ROOT, Run
 from sight import PATIENT, agents, steps, until
 
-from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.files import AppendFile, RunDir, stamp
 from fsdp_pretrain.views.trackers.run_facts import read_facts
 
 TOTAL = 12
@@ -133,6 +134,18 @@ def test_launch_of_a_complete_run_changes_nothing(complete: Views, run_command: 
         run_command(CLI, "launch", "--nproc-per-node", 1, complete.config, *arguments, expect=code)
         until(lambda: not agents(complete.run), what="the end of the watchdog")
         assert complete.said() == complete.before
+
+
+@pytest.mark.promise("complete")
+def test_an_alarm_of_a_start_that_trained_nothing_is_not_of_the_run(complete: Views) -> None:
+    """Nor once another start has ended well."""
+    journal = AppendFile(RunDir(complete.run).journal)
+    for state in ("open", "resolved"):
+        alarm = {"kind": "alarm", "key": "rank-death/rank-0", "severity": "CRIT", "state": state, "text": state}
+        journal.write(json.dumps({"time": stamp(time.time()), **alarm}))
+    journal.close()
+    complete.again(codes=(0,))
+    assert complete.said() == complete.before
 
 
 def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:

@@ -111,8 +111,10 @@ def _attention(record: RunRecord) -> Iterator[str]:
 
 def _incidents(record: RunRecord) -> str:
     """The alarms and incidents that were more than a notice and are over, each named once."""
-    ends = [at for at, entry in enumerate(record.entries) if entry["kind"] == "stop" and entry.get("code") == 0]
-    until = ends[-1] if ends and record.report.state == "complete" else None  # later starts trained nothing
+    # The history of a complete run ends with the start that completed it; later ones trained nothing.
+    last = {start.segment for start in record.history.starts[-1:]} if record.report.state == "complete" else set[int]()
+    ends = (at for at, entry in enumerate(record.entries) if entry["kind"] == "stop" and entry.get("segment") in last)
+    until = next(ends, None)
     severe = [entry for entry in record.entries[:until] if entry.get("severity") in _SEVERE]
     names = [*dict.fromkeys(str(entry.get("key", "?")) for entry in severe if entry["kind"] in ("alarm", "health"))]
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
