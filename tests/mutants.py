@@ -187,9 +187,11 @@ def add_notes(tree: Path, mutants: list[Mutant]) -> None:
     for file in {mutant.file for mutant in mutants}:
         functions = {mutant.function: mutant.came_by for mutant in mutants if mutant.file == file}
         module = ast.parse((tree / file).read_text())
+        imports = (name.name for node in module.body if isinstance(node, ast.Import) for name in node.names)
+        unless = "torch.compiler.is_compiling() or " if "torch" in imports else ""  # Dynamo cannot trace a note
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno in functions:
-                line = f"__import__('mutants').note({functions[node.lineno]!r})"
+                line = f"{unless}__import__('mutants').note({functions[node.lineno]!r})"
                 node.body[ast.get_docstring(node) is not None : 0] = ast.parse(line).body
         (tree / file).write_text(ast.unparse(module))
 
