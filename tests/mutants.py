@@ -31,8 +31,6 @@ from queue import SimpleQueue
 from typing import Any
 from xml.etree import ElementTree
 
-from tqdm import tqdm
-
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = 2
 HANGS = 240  # seconds for one test; one that takes longer hangs, and is noticed
@@ -269,6 +267,8 @@ def verdicts(mutants: list[Mutant], among: list[str], budget: float) -> Iterator
 
 
 def main() -> int:
+    from tqdm import tqdm  # not above: a test of what a process imports would see it in a noted one
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=12, help="changes of each subject")
