@@ -26,7 +26,7 @@ STEPS, SKIPPED, LR = 50, {10, 33}, 1e-2
 
 
 def divisor(step: int) -> float:
-    """What the gradients of a step are divided by. A constant would leave no trace: it scales the momentum, too."""
+    """What the gradients of a step are divided by. Not a constant, which Muon's updates would not show."""
     return 1.0 + step % 3
 
 

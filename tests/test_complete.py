@@ -141,7 +141,7 @@ def test_an_alarm_of_a_start_that_trained_nothing_is_not_of_the_run(complete: Vi
     """Nor once another start has ended well."""
     journal = AppendFile(RunDir(complete.run).journal)
     for state in ("open", "resolved"):
-        alarm = {"kind": "alarm", "key": "rank-death/rank-0", "severity": "CRIT", "state": state, "text": state}
+        alarm = {"kind": "alarm", "key": "rank-died", "severity": "CRIT", "state": state, "text": state}
         journal.write(json.dumps({"time": stamp(time.time()), **alarm}))
     journal.close()
     complete.again(codes=(0,))
