@@ -111,10 +111,11 @@ def _attention(record: RunRecord) -> Iterator[str]:
 
 def _incidents(record: RunRecord) -> str:
     """The alarms and incidents that were more than a notice and are over, each named once."""
-    # The history of a complete run ends with the start that completed it; later ones trained nothing.
-    last = {start.segment for start in record.history.starts[-1:]} if record.report.state == "complete" else set[int]()
-    ends = (at for at, entry in enumerate(record.entries) if entry["kind"] == "stop" and entry.get("segment") in last)
-    until = next(ends, None)
+    until = None
+    if record.report.state == "complete" and record.history.starts:
+        last = record.history.starts[-1].segment  # the start that completed it; later ones trained nothing
+        ends = (at for at, e in enumerate(record.entries) if e["kind"] == "stop" and e.get("segment") == last)
+        until = next(ends, None)
     severe = [entry for entry in record.entries[:until] if entry.get("severity") in _SEVERE]
     names = [*dict.fromkeys(str(entry.get("key", "?")) for entry in severe if entry["kind"] in ("alarm", "health"))]
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
