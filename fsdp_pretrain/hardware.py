@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -69,10 +72,18 @@ def gpu_count() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name of a device; `cpu` for the CPU."""
+    """The driver's name of a device; `cpu (MODEL)` for the CPU, as the last digits depend on its model."""
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_processor()})"
+
+
+def _processor() -> str:
+    """The model of this machine's processor; its architecture if the system does not tell."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE):
+            return found[1].strip()
+    return platform.machine()
 
 
 def peak_flops(name: str) -> float | None:

@@ -21,6 +21,7 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.eval.samples import sample_losses
 from fsdp_pretrain.lineage.provenance import describe_step, trained_step
 from fsdp_pretrain.replay.comparison import difference
+from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 
 NOISE, BAD = 291, 28
@@ -130,12 +131,18 @@ def test_the_command_starts_the_ranks_of_the_run(lab: Any, run_command: Run) -> 
 
 
 def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_command: Run, replay: Any) -> None:
-    """The checkpoint that a rollback moved aside, and the record of the start that it left."""
+    """The checkpoint that a rollback moved aside, and the record of the start that it left. Another processor is named:
+    it may round otherwise."""
     run = tmp_path / "trained"
     shutil.copytree(trained, run)
     run_command(CLI, "rollback", run, "--to", 8, expect=0)
     assert "segments that have it: 1" in run_command(CLI, "replay", run, "--from", 16, expect=78).stderr
-    assert replay(run, "--from", 16, "--steps", 2, "--segment", 1)[0] == dict.fromkeys((17, 18), "equal")
+    path = run / "segments/0001/environment.json"
+    facts = json.loads(path.read_text())
+    state_files.write(path, {**facts, "device": "cpu (another)"})
+    found, shown = replay(run, "--from", 16, "--steps", 2, "--segment", 1)
+    assert found == dict.fromkeys((17, 18), "equal")
+    assert facts["device"] != "cpu" and f'device: "cpu (another)" -> "{facts["device"]}"' in shown
 
 
 # ---------------------------------------------------------------------- what differs first
