@@ -12,11 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
+import records
 from processes import CLI, ROOT, SET_CONSTANTS, Run, clean_environment, python_path
 from sight import until
 from skips import needs_aim
 from views import BEGIN, Recorded, aim_runs, shown, wandb_view
 
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import read
 from fsdp_pretrain.watchdog.notify.metrics import METRICS
@@ -149,6 +153,19 @@ def test_followers_share_a_run(tmp_path: Path) -> None:
     assert follow(made.run.path, "tensorboard", "--once").wait(60) == 0
     check("tensorboard", made)
     assert stops(made.run.path) == []
+
+
+@pytest.mark.promise("views")
+def test_an_evaluation_after_the_end_is_in_the_view(lab: Any, tmp_path: Path) -> None:
+    """Nothing follows a complete run; the worker that publishes results adds them."""
+    made = recorded(tmp_path / "run", tensorboard=True)
+    published = made.run.evals / "step-00000015/core/results.json"
+    published.parent.mkdir(parents=True)
+    scores = {"qa": {"acc": 0.75, "acc_stderr": 0.125}}
+    state_files.write(published, records.results(step=15, committed="then", scores=scores))
+    assert jobs.watch_once(made.run, load(lab.config()), pytest.fail) == (0, 0)
+    made.expected["score/acc/qa"][15] = 0.75
+    check("tensorboard", made)
 
 
 # ---------------------------------------------------------------- a view that breaks
