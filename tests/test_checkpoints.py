@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from machines import Disk
 from processes import Run
 from records import flip
 
+from fsdp_pretrain.checkpoint.delivery import root_cause
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.run import state_files
 
@@ -37,6 +39,23 @@ def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
     shutil.copytree(trained, run)
     shutil.rmtree(run / "checkpoints/step-00000040")
     return module_lab.path / "trained.toml", run
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("errors", "named"),
+    [
+        ([ValueError("bad\nof old")], "ValueError: bad"),
+        ([RuntimeError("loading"), ValueError("bad")], "ValueError: bad"),
+        ([RuntimeError("loading"), OSError(28, "No space left"), KeyError("a")], "OSError: [Errno 28] No space left"),
+        ([RuntimeError("loading"), TimeoutError()], "TimeoutError: "),
+    ],
+)
+def test_a_report_names_what_lies_behind(errors: list[Exception], named: str) -> None:
+    """The innermost error, or what the system said."""
+    for outer, inner in itertools.pairwise(errors):
+        outer.__cause__ = inner
+    assert root_cause(errors[0]) == named
 
 
 @pytest.mark.shows("F4", "F20")
