@@ -304,7 +304,7 @@ def _texts(args: argparse.Namespace) -> int:
     lines = [json.dumps({"text": text, "task": task}) + "\n" for task, text in texts]
     make_directory(args.out.parent)
     replace_file(args.out, "".join(lines))
-    print(f"{args.out}: {len(lines)} documents")
+    print(f"{args.out}: {counted(len(lines), 'document')}")
     return 0
 
 

@@ -14,6 +14,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import HeldOutSource
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.errors import ConfigError, ReadTimeoutError, UserError
+from fsdp_pretrain.units import counted
 
 from .mixture import MixtureWeight
 from .objectives import Infilling
@@ -99,9 +100,8 @@ def _problems(source: HeldOutSource, config: Config, training: Packer) -> list[s
 
 
 def _refused(problems: Sequence[str]) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(
-        f"{count} in eval.loss_on\n" + "\n".join(f"  - {problem}" for problem in problems),
+        f"{counted(len(problems), 'problem')} in eval.loss_on\n" + "\n".join(f"  - {problem}" for problem in problems),
         effect="the held-out loss would not be measured, or would not say what it seems to",
         remedy="name corpora that `fsdp-data prepare` made of held-out documents with the tokenizer of the training "
         "data, large enough for eval.loss_samples",

@@ -19,7 +19,7 @@ from pydantic import BaseModel, SerializeAsAny, TypeAdapter, ValidationError
 from fsdp_pretrain import extensions
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import Progress
+from fsdp_pretrain.units import Progress, counted
 
 from . import parts
 from .base import Section
@@ -235,8 +235,8 @@ def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path)
 
 
 def _invalid(problems: list[str], path: Path) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return ConfigError(f"{counted(len(problems), 'problem')} in {path}\n{listed}")
 
 
 def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequence[str], path: Path) -> S:

@@ -39,6 +39,7 @@ from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 from fsdp_pretrain.run import lineage, state_files
 from fsdp_pretrain.run.lineage import LineageNode
 from fsdp_pretrain.run.state_files import StateFile
+from fsdp_pretrain.units import counted
 
 T = TypeVar("T")
 _CHUNK = 16 << 20
@@ -121,7 +122,7 @@ class MirrorState:
 
     def __str__(self) -> str:
         newest = f", the newest of step {self.whole[-1].step:_}" if self.whole else ""
-        text = f"{len(self.whole)} whole checkpoints{newest}"
+        text = f"{counted(len(self.whole), 'whole checkpoint')}{newest}"
         return f"{text}, and {f'a record of {self.records[0]}' if self.records else 'no record'}"
 
 
