@@ -3,7 +3,7 @@
 # torchrun with hybrid sharding, evaluation by lm-eval. CPU is enough; nothing but Python packages is downloaded.
 #
 #   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages; started again, it
-#                                    goes on where it was interrupted, and makes nothing again that is already there
+#                                    continues where it was interrupted, and makes nothing again that is already there
 #   RANKS=2 scripts/quickstart.sh    fewer processes; four without this, or as many of 1, 2 and 4 as there are GPUs
 #   INSTALL=no scripts/quickstart.sh with the packages of the active Python; nothing is installed
 set -euo pipefail

@@ -103,7 +103,7 @@ class CorpusReads:
                 file, problem = file if isinstance(file, Url) else path, self._problem()
             raise ReadTimeoutError(
                 f"{file} did not answer for {self._timeout:g} s: {problem or 'the read hangs'}",
-                effect="training cannot go on without it; it can be resumed from the last checkpoint",
+                effect="training cannot continue without it; it can be resumed from the last checkpoint",
                 remedy="check the mount (does `head` read the file?), or the network and the credentials; or set the "
                 "source's path to a copy of the corpus. data.read_timeout is how long a read may take",
             ) from None

@@ -38,7 +38,7 @@ DRY_RUN = argument("--dry-run", action="store_true", help="check everything and 
 )
 def rollback(args: argparse.Namespace) -> int:
     """Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at
-    any point, the same command or the next start finishes it. Training then goes on with its usual command."""
+    any point, the same command or the next start finishes it. Training then continues with its usual command."""
     from fsdp_pretrain.lineage import continuation
     from fsdp_pretrain.lineage.rollback import rollback as go_back
 
@@ -80,13 +80,13 @@ def rollback(args: argparse.Namespace) -> int:
         "--mix",
         type=Path,
         metavar="FILE",
-        help="of --anneal: TOML file with [[sources]] (name, path, weight) to go on with",
+        help="of --anneal: TOML file with [[sources]] (name, path, weight) to continue with",
     ),
     *_BRANCH,
     DRY_RUN,
 )
 def fork(args: argparse.Namespace) -> int:
-    """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
+    """A new run that continues from a checkpoint of RUN, with its own directory; RUN is not changed."""
     from fsdp_pretrain.lineage import continuation
     from fsdp_pretrain.lineage.annealing import Annealing
     from fsdp_pretrain.lineage.fork import fork as fork_run

@@ -158,7 +158,7 @@ def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMe
         + (
             "start manually with --allow-fresh to begin again at step 0 in this directory"
             if lost.newest is None
-            else f"`fsdp-pretrain rollback {run.path} --to {lost.newest}` goes on without them"
+            else f"`fsdp-pretrain rollback {run.path} --to {lost.newest}` continues without them"
         ),
     )
     error.exit = Exit.NEEDS_PERSON

@@ -198,7 +198,7 @@ def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restor
             error.effect = "nothing was started: whether its mirror holds this run is not known"
             error.remedy = "start again when the storage answers, with its credentials"
             raise
-        print(f"mirror: {error.cause}; going on with {run.path}, which may lack what the mirror has", flush=True)
+        print(f"mirror: {error.cause}; continuing with {run.path}, which may lack what the mirror has", flush=True)
         return None
     if not empty:
         refuse_another(run, state, mirror.url)
@@ -243,9 +243,9 @@ def _refuse_later(run: RunDir, state: MirrorState, url: Url) -> None:
             raise MirrorError(
                 f"{url} holds step {item.step:_} of start {segment}, and {run.path} has "
                 + ("no whole checkpoint" if local is None else f"step {step:_} and {last} starts"),
-                effect="nothing was done: training would go on from an older state, and replace what the mirror holds",
-                remedy="to go on from the mirror, move the run directory aside and start with --from-mirror; to go on "
-                "without it, name another checkpoint.mirror",
+                effect="nothing was done: training would continue from an older state, over what the mirror holds",
+                remedy="to continue from the mirror, move the run directory aside and start with --from-mirror; to "
+                "continue without it, name another checkpoint.mirror",
             )
 
 

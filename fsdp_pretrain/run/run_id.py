@@ -107,8 +107,8 @@ def run_gone_error(directory: Path, problem: str = "") -> RunGoneError:
     return RunGoneError(
         f"the {what} directory {directory} is gone on {socket.gethostname()}: {problem or _describe(directory)}",
         effect="nothing was trained or saved there: that would be another run, from step 0",
-        remedy="check that its file system is mounted on that host, or restore it; then the same command goes on from "
-        "the last checkpoint",
+        remedy="check that its file system is mounted on that host, or restore it; then the same command continues "
+        "from the last checkpoint",
     )
 
 

@@ -186,7 +186,7 @@ class Agent:
             return
         if directory is None:
             self._absent_since = None
-            self._alarms.resolve("run-directory", f"{self._run.path} is there again")
+            self._alarms.resolve("run-directory", f"{self._run.path} is back")
             return
         if self._absent_since is None:
             self._absent_since = time.monotonic()
@@ -221,7 +221,7 @@ class Agent:
         if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
             self._leader_missed = not self._leader_missed
             name = f"the watchdog of {self._nodes.leader.report.host}, which sends the alarms of this run,"
-            self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is there again")
+            self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is back")
 
     def _end_if_superseded(self) -> None:
         segments = self._run.segments
@@ -229,7 +229,7 @@ class Agent:
         if not self._segment or newest <= self._segment or self._ended:
             return
         self._ended = True
-        self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
+        self._log(f"start {newest} continued without these ranks of start {self._segment}: they were ended")
         self._ranks.kill()
         if self._leader is not None:  # the later start's agent has the alarms now
             self._leader.close()
@@ -317,7 +317,7 @@ class Agent:
             "rank-died",
             Severity.CRIT,
             text,
-            effect="the other ranks cannot go on",
+            effect="the other ranks cannot continue",
             remedy="the job starts again from the last checkpoint; check the kernel's log of that host",
             step=max(beat.step for beat in died),
             facts={"ranks": ranks, "host": host},

@@ -80,7 +80,7 @@ def _report(run: RunDir, name: str, reason: str) -> None:
     """Add an entry to the journal: a view is no longer written."""
     with contextlib.suppress(UserError, OSError):
         repair = f"rebuild it with `fsdp-pretrain track RUN --to {name}`"
-        text = f"the view in {name} stopped, training goes on: {reason}; {repair}"
+        text = f"the view in {name} stopped, training continues: {reason}; {repair}"
         journal.add(run, "tracker-stopped", text, tracker=name)
 
 

@@ -69,7 +69,7 @@ class SaveDetector(StoreDetector):
                 "checkpoint-failed",
                 Severity.CRIT,
                 f"step {entry.get('step')} could not be saved, {entry['text']}",
-                "training goes on; its steps are in no checkpoint",
+                "training continues; its steps are in no checkpoint",
                 "repair the storage; the save is retried automatically",
                 step=entry.get("step"),
                 facts={"failures": entry.get("failures")},

@@ -37,7 +37,7 @@ class CorpusStorageDetector(Detector):
                 self._key,
                 Severity.WARN,
                 f"{self._host}: the fetcher has said nothing for {human_time(now - self._seen)}",
-                "no block is fetched; training goes on as long as the cache reaches",
+                "no block is fetched; training continues as long as the cache reaches",
                 "it is started again by itself; see the log under storage/ in the run directory",
                 facts={"host": self._host},
             )
@@ -53,7 +53,7 @@ class CorpusStorageDetector(Detector):
                 self._key,
                 Severity.CRIT if urgent else Severity.WARN,
                 f"{self._host}: {status.problem} (for {human_time(failing)}); {reach}",
-                "training goes on as long as the cache reaches, then ends with exit 75 after data.read_timeout",
-                "check the storage, the network and the credentials: fetching goes on by itself once they work",
+                "training continues as long as the cache reaches, then ends with exit 75 after data.read_timeout",
+                "check the storage, the network and the credentials: fetching continues by itself once they work",
                 facts={"host": self._host, "ready": status.ready},
             )

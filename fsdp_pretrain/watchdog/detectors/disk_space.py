@@ -73,7 +73,7 @@ class CheckpointSpaceDetector(StoreDetector):
                 "disk/checkpoints",
                 forecast.severity,
                 forecast.text,
-                f"saves will fail there{', and training goes on unprotected' if fails else ' soon'}",
+                f"saves will fail there{', and training continues unprotected' if fails else ' soon'}",
                 _REMEDY,
                 facts={"path": str(self._store), "free": state.room.free, "fit": forecast.count},
             )

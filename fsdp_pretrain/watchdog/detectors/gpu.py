@@ -80,7 +80,7 @@ class GpuDetector(Detector):
             f"gpu/{self._host}",
             Severity.CRIT,
             f"{self._host}: {'; '.join(reasons)}",
-            "the run must go on without this host",
+            "the run must continue without this host",
             "drain the host and reset or replace the GPU",
             facts={"avoid_hosts": [self._host], "reasons": reasons},
         )

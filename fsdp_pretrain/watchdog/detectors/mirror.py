@@ -41,7 +41,7 @@ class MirrorDetector(Detector):
             "mirror",
             Severity.CRIT if report.needs_person or seconds > _LONG else Severity.WARN,
             f"nothing can be copied to the mirror for {human_time(seconds)}: {report.problem}; {holds}",
-            "training goes on; what is newer exists in the run directory only",
+            "training continues; what is newer exists in the run directory only",
             f"check the storage and its credentials, and {self._log}; the copy is tried again by itself, the newest "
             "checkpoint first",
             facts={"newest": report.newest},
