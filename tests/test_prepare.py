@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 import shutil
 import signal
@@ -153,7 +152,7 @@ def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> 
 def test_killed_commands_continue(
     tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str], kind: str
 ) -> None:
-    """kill -9 in the middle leaves no result; the second run makes only what is missing, and the result is that of one
+    """kill -9 in the middle leaves no result and no worker; the second run makes only what is missing, and the result is that of one
     that was not killed, which a third leaves as it is."""
     command, environment = killable(kind, tmp_path / "in", shared_corpus, texts), helpers.environment()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -165,9 +164,9 @@ def test_killed_commands_continue(
     process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
     helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="a shard")
     workers = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
-    psutil.wait_procs(workers)  # until then they may end a write
+    assert psutil.wait_procs(workers, 60)[1] == []  # they would make shards among those of the next command
     result = "split.json" if kind == "split" else "manifest.json"
     assert not (broken / result).exists()
     if kind != "split":
@@ -219,12 +218,20 @@ def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_co
     source = write(tmp_path / "a.jsonl", texts)
     run_command(DATA, "prepare", source, *arguments, expect=0)
     other = write(tmp_path / "b.jsonl", texts[:50])
+    mine = write(tmp_path / "out/mine.jsonl", texts)
+    (tmp_path / "alias").symlink_to(tmp_path)
+    for own in (mine, tmp_path / "alias/out/mine.jsonl"):
+        refused = run_command(DATA, "prepare", own, *arguments, "--overwrite", expect=78).stderr
+        assert "is inside the output directory" in refused and len(tokens_of(tmp_path / "out")) == len(texts)
     assert "--overwrite" in run_command(DATA, "prepare", other, *arguments, expect=78).stderr
     run_command(DATA, "prepare", other, *arguments, "--overwrite", expect=0)
-    assert len(tokens_of(tmp_path / "out")) == 50
+    assert len(tokens_of(tmp_path / "out")) == 50 and mine.exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("x")
     assert "not empty" in run_command(DATA, "prepare", other, *arguments[:3], tmp_path / "full", expect=78).stderr
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.plan.json.host.7.1.partial").touch()  # another part begins, or was killed while it began
+    run_command(DATA, "prepare", other, *arguments[:3], tmp_path / "begun", expect=0)
 
 
 NULLS = b'{"text": "first text"}\n{"text": null}\nnot json\n{"text": "last text"}\n[1]\n'
@@ -319,6 +326,14 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, run_command: R
     arguments = ["train-tokenizer", shared_corpus / "train.jsonl", "--kind", "sentencepiece", "--vocab-size", "400"]
     run_command(DATA, *arguments, "--out", out, expect=0)
     return out / "tokenizer.model"
+
+
+def test_sentencepiece_learns_from_long_lines(tmp_path: Path, run_command: Run, helpers: Any) -> None:
+    """It would leave out, in silence, what is longer than its limit."""
+    source = helpers.jsonl(tmp_path / "in.jsonl", ["qxz " * 20_000, "q"])
+    command = ["train-tokenizer", source, "--kind", "sentencepiece", "--vocab-size", "266", "--out", tmp_path / "made"]
+    run_command(DATA, *command, expect=0)
+    assert len(Tokenizer.load(tmp_path / "made/tokenizer.model").encode(["qxz qxz"])[0]) <= 3
 
 
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])

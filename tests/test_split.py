@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 from processes import DATA, Run
+from test_import import adopt, megatron
 from test_prepare import write
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
@@ -63,6 +64,10 @@ def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_co
         assert not list((tmp_path / name).glob("shards*"))
     assert heldout(tmp_path / "plain") == expected(texts, 10)
     assert set(files.values()) == {files["plain"]}
+    (tmp_path / "plain/heldout.jsonl").unlink()
+    command = ["split", tmp_path / "plain.jsonl", "--holdout", "10%", "--out", tmp_path / "plain"]
+    assert run_command(DATA, *command).returncode == 0  # makes it again
+    assert (tmp_path / "plain/heldout.jsonl").read_bytes() == files["plain"]
     command = ["split", tmp_path / "plain.jsonl", "--holdout", "12.5%", "--out", tmp_path / "more"]
     assert run_command(DATA, *command).returncode == 0 and heldout(tmp_path / "more") == expected(texts, 12.5)
     assert (tmp_path / "more/heldout.jsonl").read_bytes().startswith(files["plain"])
@@ -82,7 +87,7 @@ def test_training_never_sees_a_held_out_text(
     split = run_command(DATA, "split", folder, "--holdout", "10%", "--out", tmp_path / "heldout")
     assert split.returncode == 0 and "--holdout 10%" in split.stdout, split.stderr
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
-    sides = {}
+    eod, sides = tokenizer.eod, {}
     for name, source, more in (
         ("train", folder, ["--holdout", "10%"]),
         ("held", tmp_path / "heldout/heldout.jsonl", []),
@@ -108,6 +113,13 @@ def test_training_never_sees_a_held_out_text(
     (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "held-out-documents"]
     long = {tokens for tokens in sides["held"] if len(tokens) >= 16}
     assert finding["count"] == sum(tokens in long for tokens in sides["all"]) > 20
+    for separators in ("trailing", "leading"):  # and in a corpus of others, in another dtype
+        stored = tmp_path / f"{separators}/s0"
+        megatron(stored, [[eod, *doc] if separators == "leading" else [*doc, eod] for doc in sides["all"]], "<i4")
+        adopt(stored.parent, tokenizer, tmp_path / f"adopted-{separators}", separators)
+        found = run_command(DATA, "validate", tmp_path / f"adopted-{separators}", "--against", run, "--json", expect=2)
+        findings = json.loads(found.stdout)["corpora"][0]["findings"]
+        assert [f["count"] for f in findings if f["code"] == "held-out-documents"] == [finding["count"]]
     command = ["prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "train", "--holdout", "11%"]
     assert "--overwrite" in run_command(DATA, *command, expect=78).stderr
     rest = write(tmp_path / "rest.jsonl", [text for text in [*texts, *texts[:50]] if text not in taken])

@@ -8,6 +8,7 @@ Here every document is one sequence, as in GPT corpora made by Megatron's tools.
 from __future__ import annotations
 
 import os
+import socket
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -121,7 +122,13 @@ class ShardWriter:
 
 
 def _partial(prefix: Path, suffix: str) -> Path:
-    return prefix.with_name(f"{prefix.name}{suffix}.{os.getpid()}.partial")
+    return prefix.with_name(f"{prefix.name}{suffix}.{socket.gethostname()}.{os.getpid()}.partial")
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process of this host is writing this partial file; those of other hosts count as left."""
+    name, pid, _ = path.name.rsplit(".", 2)
+    return name.endswith(f".{socket.gethostname()}") and Path(f"/proc/{pid}").exists()
 
 
 class IndexRows(NamedTuple):

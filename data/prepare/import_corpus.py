@@ -55,9 +55,7 @@ def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: Imp
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
     options = replace(options, format=kind, copy=options.copy or kind != "megatron")
-    inside = [file for file in files if file.is_relative_to(job.out.absolute())]
-    if inside:
-        raise DataError(f"{inside[0]} is inside the output directory", remedy="choose another --out")
+    job.refuse_own(files)
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
     stamps = [_stamp(file, kind) for file in files]
     tasks = [

@@ -19,6 +19,7 @@ import xxhash
 from tqdm import tqdm
 
 from fsdp_pretrain.data.corpus.manifest import CorpusManifest, load_json
+from fsdp_pretrain.data.corpus.shards import is_being_written
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
@@ -26,6 +27,11 @@ from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.units import counted
 
 PLAN = "plan.json"
+_RESULTS = (
+    *("manifest.json", "blocks.npy", "checksums.npy"),  # of a corpus
+    *("split.json", "heldout.jsonl", "bad_records.jsonl"),
+)
+"""Files beside the shards that belong to a job; all others stay."""
 Make = Callable[..., None]
 """`make(prefix, *arguments, tokenizer)` makes a shard; must be importable by name, for worker processes."""
 
@@ -68,11 +74,16 @@ class Job:
                 f"{out} holds what was made from other inputs, another tokenizer or other options",
                 remedy="choose another --out, or pass --overwrite to replace it",
             )
-        results = ("manifest.json", "blocks.npy", "checksums.npy", "split.json")
-        old = sorted(name for name in names if name.endswith(".jsonl") or name.startswith("shards/"))
-        self.delete([*results, *old])
+        self.delete([*_RESULTS, *sorted(name for name in names if name.startswith("shards/"))])
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / PLAN, json.dumps({"job": job, "shards": shards}))
+
+    def refuse_own(self, files: Iterable[Path]) -> None:
+        """Raise DataError if an input is inside the directory, where `claim` may delete it."""
+        out = self.out.resolve()
+        for file in files:
+            if file.resolve().is_relative_to(out):
+                raise DataError(f"{file} is inside the output directory", remedy="choose another --out")
 
     def release(self) -> None:
         """Undo `claim` for a refused job without finished shards, since the corrected command is another job."""
@@ -115,8 +126,8 @@ class Job:
     def gather(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """The records of all shards, which must be done. Deletes files that killed processes left half-written. Raises
         DataError if a record does not match its checksum."""
-        names = self._file_names()
-        self.delete([name for name in names if name.startswith("shards/") and name.endswith(".partial")])
+        partial = [name for name in self._file_names() if name.startswith("shards/") and name.endswith(".partial")]
+        self.delete([name for name in partial if not is_being_written(self.out / name)])
         records = []
         for task in tasks:
             path = self.out / f"{task.name}.json"
@@ -134,9 +145,10 @@ class Job:
             (self.out / "shards").rmdir()
 
     def _file_names(self) -> set[str]:
-        """Names of the files in the directory and in its `shards/`, relative to the directory."""
+        """Names of the files in the directory and in its `shards/`, relative to the directory; without a plan that is
+        just being written, here or by another part."""
         paths = [*self.out.iterdir(), *self.out.glob("shards/*")] if self.out.exists() else []
-        return {str(path.relative_to(self.out)) for path in paths}
+        return {str(path.relative_to(self.out)) for path in paths if not path.name.startswith(f".{PLAN}.")}
 
     def _claimed_by(self) -> Any:
         """The job in the directory's plan; None without a plan. Raises DataError if the plan is damaged."""
@@ -146,7 +158,8 @@ class Job:
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"cannot read {path}: {error}", remedy="delete it and repeat the command") from None
+            remedy = "choose another --out, or delete this directory if it holds nothing else"
+            raise DataError(f"cannot read {path}: {error}", remedy=remedy) from None
         return plan.get("job") if isinstance(plan, dict) else ""
 
 

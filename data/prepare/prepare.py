@@ -102,6 +102,7 @@ def prepare(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = options.find(inputs)
+    job.refuse_own(files)
     shards = plan_shards(files, options.shard_bytes, lines=options.lines)
     if not shards:
         raise DataError(f"the input holds no text: {len(files)} files, all of them empty")

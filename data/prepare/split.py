@@ -62,6 +62,7 @@ def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> Sp
     assert options.holdout is not None
     out = job.out
     files = options.find(inputs)
+    job.refuse_own(files)
     total = sum(unit.size for shard in plan_shards(files, None, lines=options.lines) for unit in shard)
     parts = plan_shards(files, max(8 << 20, total // _MOST_PARTS), lines=options.lines)
     content = {
@@ -72,7 +73,7 @@ def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> Sp
         "holdout": options.holdout.bound,
     }
     job.claim(content, len(parts))
-    if (out / REPORT).exists():
+    if (out / REPORT).exists() and (out / HELDOUT).exists():
         finished = SplitReport(**load_json(out / REPORT))
         if finished.bad <= options.max_bad:
             return finished

@@ -20,6 +20,9 @@ from fsdp_pretrain.files import replace_file
 
 from .prepare import PrepareOptions
 
+_LINE = 1 << 14
+"""Characters of the longest line that sentencepiece gets; longer ones come in pieces."""
+
 
 def train_tokenizer(
     inputs: Sequence[str | Path], out: Path, *, kind: str, vocab_size: int, options: PrepareOptions, max_bytes: int
@@ -82,7 +85,12 @@ def _train_sentencepiece(texts: Iterator[str], vocab_size: int) -> bytes:
     buffer = io.BytesIO()
     try:
         SentencePieceTrainer.Train(
-            sentence_iterator=(line for text in texts for line in text.split("\n") if line),
+            sentence_iterator=(
+                line[at : at + _LINE]
+                for text in texts
+                for line in text.split("\n")
+                for at in range(0, len(line), _LINE)
+            ),
             model_writer=buffer,
             vocab_size=vocab_size,
             model_type="bpe",
@@ -90,7 +98,7 @@ def _train_sentencepiece(texts: Iterator[str], vocab_size: int) -> bytes:
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 16,
+            max_sentence_length=4 * _LINE,  # bytes; sentencepiece leaves longer ones out, without a word
             character_coverage=0.9999,
             minloglevel=2,
         )

@@ -1,8 +1,9 @@
-"""The worker processes of a command: an error or Ctrl-C ends them at once, whatever they wait for."""
+"""The worker processes of a command: they end with it, and at once on an error or Ctrl-C, whatever they wait for."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,12 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.processes import die_with_parent
 
 
 @contextmanager
 def worker_processes(count: int, start: Callable[..., object] = bool, *arguments: Any) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes first call `start(*arguments)`. Raises DataError if one was killed."""
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (start, arguments))
+    first = (os.getpid(), start, arguments)
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, first)
     try:
         yield pool
     except BaseException as error:
@@ -32,6 +35,7 @@ def worker_processes(count: int, start: Callable[..., object] = bool, *arguments
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(start: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+def _start(parent: int, start: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    die_with_parent(parent)  # else a worker of a killed command would take more work, and write it among another's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     start(*arguments)

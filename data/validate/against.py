@@ -61,12 +61,15 @@ def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
 
 
 def _hashes(corpus: Corpus) -> Hashes:
-    """The distinct `document_hashes` of a corpus, without the 0 of documents that are too short to compare."""
+    """The distinct `document_hashes` of a corpus, without their separators, and without the 0 of documents that are too
+    short to compare."""
     by_block = [np.zeros(0, dtype=np.uint64)]
+    leading, trailing = (int(corpus.manifest.separators == where) for where in ("leading", "trailing"))
     for block in range(len(corpus.blocks)):
         lengths = corpus.lengths(block).astype(np.int64)
         ends = np.cumsum(lengths)
-        by_block.append(document_hashes(corpus.tokens(block, 0, int(ends[-1])), ends - lengths, ends))
+        tokens = corpus.tokens(block, 0, int(ends[-1]))
+        by_block.append(document_hashes(tokens, ends - lengths + leading, ends - trailing))
     hashes = np.unique(np.concatenate(by_block))
     nonzero: Hashes = hashes[hashes != 0]
     return nonzero

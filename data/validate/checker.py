@@ -109,6 +109,13 @@ class TokenChecker:
             self.count(run, "empty-documents", empty)
         return CheckedRun(separators, text)
 
+    def bounds(self, run: Run, checked: CheckedRun) -> tuple[Ints, Ints]:
+        """Where the text of each document, without a declared separator, starts and ends: int64 [documents]."""
+        separators = run.lengths - np.maximum(checked.text, 0)
+        if self._declared == "leading":
+            return run.starts + separators, run.ends
+        return run.starts, run.ends - separators
+
     def finish(self) -> Findings:
         """The findings of the file, after all its runs were added."""
         if self.unterminated and not self._separators:  # the file has no separator at all, so it was not cut

@@ -80,11 +80,12 @@ def measure(
     measured, samples = Measurement(name, checker.findings), list[list[int]]()
     try:
         for run in runs:
-            text = checker.add(run).text
+            checked = checker.add(run)
+            text = checked.text
             short = np.flatnonzero(text == 1)
             checker.count(run, "one-token-documents", short, run.starts[short])
             lengths = run.lengths.astype(np.min_scalar_type(int(run.lengths.max(initial=0))))
-            hashes = document_hashes(run.tokens, run.starts, run.ends)
+            hashes = document_hashes(run.tokens, *checker.bounds(run, checked))
             measured.runs.append(RunDocuments(run.first, lengths, hashes))
             _find_degenerate(run, checker)
             if tokenizer is not None:
