@@ -14,7 +14,7 @@ from fsdp_pretrain.errors import CheckpointError, DataError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
 from fsdp_pretrain.models import forward
 from fsdp_pretrain.models.loss import IGNORE
-from fsdp_pretrain.run import environment
+from fsdp_pretrain.run import environment, lineage
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.step_record import LossSum, StepRecord, number
 
@@ -55,7 +55,7 @@ def sample_losses(
     """Losses of a step's global batch with the parameters of a checkpoint, dropout off.
 
     Args:
-        checkpoint: step of the checkpoint; None: the newest before the step.
+        checkpoint: step of the checkpoint; None: the newest before the step, on its line.
         segment: the segment that trained the step; None: the one whose step is on the kept line.
         device: None: the run's `eval.device`.
 
@@ -69,7 +69,7 @@ def sample_losses(
             effect="the losses would not be those of what was learned",
             remedy="restore the list as it was",
         )
-    chosen = _choose(Store(run.checkpoints), step_number, checkpoint)
+    chosen = _choose(run, step.record.segment, step_number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = []
     for position, (total, count) in enumerate(measured):
@@ -87,16 +87,20 @@ def sample_losses(
     )
 
 
-def _choose(store: Store, number: int, checkpoint: int | None) -> Checkpoint:
+def _choose(run: RunDir, segment: int, number: int, checkpoint: int | None) -> Checkpoint:
+    """The named checkpoint, or the last one before a step on the line of its segment, also one moved aside."""
+    store, line = Store(run.checkpoints), lineage.line(lineage.nodes(run), segment)
     if checkpoint is not None:
         return store.find(checkpoint)
-    before = [item for item in store.scan() if item.step < number and item.problem is None]
+    whole = [item for item in (*store.abandoned(), *store.scan()) if item.step < number and item.problem is None]
+    written = [(item, item.manifest().segment) for item in whole]
+    before = [item for item, by in written if by is None or lineage.holds(line, by, item.step)]
     if not before:
         raise CheckpointError(
             f"{store.directory} has no checkpoint from before step {number}",
             remedy="name one with --checkpoint; its losses will be those of a model that has seen the step",
         )
-    return before[-1]
+    return max(before, key=lambda item: item.step)
 
 
 @torch.inference_mode()

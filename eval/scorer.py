@@ -273,12 +273,13 @@ class Scorer:
 
 
 def _draw(logits: Tensor, prompts: list[Prompt], generators: list[torch.Generator]) -> list[int]:
-    """The next id of every prompt from the logits [B, V]."""
+    """The next id of every prompt from the logits [B, V]; the likeliest where they are not finite."""
     drawn: list[int] = logits.argmax(1).tolist()
     for row, (prompt, generator) in enumerate(zip(prompts, generators, strict=True)):
         if prompt.temperature:
             shares = (logits[row].cpu() / prompt.temperature).softmax(0)
-            drawn[row] = int(torch.multinomial(shares, 1, generator=generator))
+            if shares.isfinite().all():
+                drawn[row] = int(torch.multinomial(shares, 1, generator=generator))
     return drawn
 
 

@@ -20,9 +20,11 @@ from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.data.packing.objectives import Specials
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval import scorer
 from fsdp_pretrain.eval.checkpoints import EvaluatedModel
 from fsdp_pretrain.eval.evaluation import evaluate
 from fsdp_pretrain.eval.harness import CheckpointLM, answer_limits
+from fsdp_pretrain.eval.scorer import Prompt
 from fsdp_pretrain.eval.tasks import choice_questions, read_heldout, scores
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import materialise
@@ -195,3 +197,13 @@ def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) 
     total = sum(plain.loglikelihood_rolling([request(text) for text in texts], True))
     bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
     assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_prompt_of_a_broken_model_is_answered(broken: float) -> None:
+    """With its likeliest token: the scores of the same evaluation tell what is wrong."""
+    logits = torch.tensor([[0.0, broken, 1.0], [0.0, 0.0, 90.0]])
+    prompts = [Prompt([1], 1, temperature=0.8), Prompt([1], 1, temperature=1e-40)]
+    drawn = scorer._draw(logits, prompts, [torch.Generator().manual_seed(1) for _ in prompts])
+    assert drawn == [1, 2]

@@ -226,11 +226,13 @@ def test_energy_is_summed_across_a_rollback(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
     script = Script(tmp_path)
-    script.start()
+    script.start(launcher="launch")
     script.train(50)
+    script.tell("launch", outside=True)  # of the parent too, whose journal the fork has
     script.stop()
     script.number += 1
     script.join(1, "fork", run="/elsewhere")
+    script.tell("fork")
     script.queue(900.0)
     script.start()
     script.train(40)

@@ -116,7 +116,12 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
     arguments = ["rollback", run, "--to", 12, *changes, "--json"]
     dry = run_command(CLI, *arguments, "--dry-run")
     assert dry.returncode == 0 and tree(run) == before, dry.stderr
+    decided = run / "rollback.json"  # of one that was killed: only a real rollback finishes it
+    decided.write_text("{}")
+    assert "is under way" in run_command(CLI, *arguments, "--dry-run", expect=78).stderr
+    decided.unlink()
     wet = run_command(CLI, *arguments)
+    assert json.loads((run / "status.json").read_text())["heldout"] is None
     planned, did = json.loads(dry.stdout), json.loads(wet.stdout)
     assert (planned.pop("done"), did.pop("done")) == ("dry run", "now") and planned == did
     assert did["skip"] == "96:112 samples" and did["abandoned"] == ["step-00000018", "step-00000024"]

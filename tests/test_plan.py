@@ -290,6 +290,16 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("keep", "permanent"), [("'6 steps'", 3), ("['5 steps', '10 steps']", 4), ("'640 tokens'", 8), ("[]", 0)]
+)
+def test_permanent_checkpoints_need_space(lab: Any, keep: str, permanent: int) -> None:
+    """20 steps of 256 tokens; three are kept otherwise, and one is being written."""
+    made = plan.plan(load(lab.config(), [f"checkpoint.keep_every={keep}", "checkpoint.keep_last=3"]))
+    assert made.checkpoints_kept == 4 + permanent and made.disk_bytes == made.checkpoints_kept * made.checkpoint_bytes
+
+
 @pytest.mark.shows("A1")
 def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json", expect=0)

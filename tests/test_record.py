@@ -21,7 +21,7 @@ from torch import distributed as dist
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import Exit, PeerLostError, RunGoneError, StorageError
 from fsdp_pretrain.job.exit_status import record_end
-from fsdp_pretrain.run import exit_intent, journal, lineage, run_id, state_files
+from fsdp_pretrain.run import exit_intent, journal, lineage, lock, run_id, state_files
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT
 from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.run.journal import Journal, entries
@@ -336,6 +336,21 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     report = inspect(run)
     assert report.level == level, render(report)
     assert text in render(report)
+
+
+def test_a_job_in_another_container_of_this_host_runs(tmp_path: Path) -> None:
+    """Its process has another number there; its lock says that it is alive, until the lease is no longer renewed."""
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.step(step_record(2), target=10)
+    record.status(force=True, state="running")
+    state_files.write(run.status, {**json.loads(run.status.read_text()), "pid": 2**22 + 1})
+    lease = {"token": "a", **lock.this_process(), "namespace": "pid:[1]", "purpose": lock.TRAINING}
+    state_files.write(run.lock, lease)
+    report = inspect(run)
+    assert report.running and report.level == OK, render(report)
+    os.utime(run.lock, (0, 0))
+    assert inspect(run).level == ALERT
 
 
 # ---------------------------------------------------------------- a read-only directory

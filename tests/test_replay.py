@@ -137,6 +137,7 @@ def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_c
     shutil.copytree(trained, run)
     run_command(CLI, "rollback", run, "--to", 8, expect=0)
     assert "segments that have it: 1" in run_command(CLI, "replay", run, "--from", 16, expect=78).stderr
+    assert sample_losses(RunDir(run), 18, segment=1).checkpoint == 16  # of that branch too, and moved aside
     path = run / "segments/0001/environment.json"
     facts = json.loads(path.read_text())
     state_files.write(path, {**facts, "device": "cpu (another)"})

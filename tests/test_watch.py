@@ -137,6 +137,7 @@ def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
         assert done.returncode == 2 and "\x1b" not in done.stdout, done
         assert done.stdout.startswith("small  RUNNING  start 1") and "CRIT disk/run" in done.stdout
         assert width - 20 < max(map(len, done.stdout.splitlines())) <= width
+    assert run_command("fsdp_pretrain.cli", "watch", written.run.path, COLUMNS="12").returncode == 2
     assert contents(written.run.path) == before
 
 

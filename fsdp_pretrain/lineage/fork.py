@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, verify_files
 from fsdp_pretrain.config.toml_file import inline
-from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, run_id, status
 from fsdp_pretrain.run.files import AppendFile, RunDir, now, read_lines, replace_file
@@ -28,7 +28,7 @@ from fsdp_pretrain.run.step_record import parse
 from . import annealing
 from .annealing import Annealing
 from .continuation import Branch, prepare, refuse_run_dir, sentence
-from .rollback import status_at
+from .rollback import refuse_during_rollback, status_at
 
 
 def fork(
@@ -61,7 +61,7 @@ def fork(
     target = Path(os.path.abspath(target))  # noqa: PTH100 (links stay as written)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
-    _refuse_during_rollback(parent)
+    refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
     annealed = [] if anneal is None else annealing.changes(parent, step, anneal)
     named_changes = [f"run.name={inline(_run_name(target))}", *annealed, *changes]
@@ -94,14 +94,6 @@ def fork(
 def _run_name(target: Path) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name)
     return name if name[:1].isalnum() else f"fork{name}"
-
-
-def _refuse_during_rollback(parent: RunDir) -> None:
-    if parent.rollback.exists():
-        raise BusyError(
-            f"a rollback of {parent.path} is under way",
-            remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has the request",
-        )
 
 
 def _clear(building: RunDir) -> None:

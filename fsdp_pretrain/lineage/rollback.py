@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.store import directory_name, step_of
-from fsdp_pretrain.errors import Exit, StorageError, raising
+from fsdp_pretrain.errors import BusyError, Exit, StorageError, raising
 from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, state_files, status
 from fsdp_pretrain.run.files import RunDir, now, replace_file
@@ -52,13 +52,23 @@ def rollback(
     remedy = "`fsdp-pretrain fork` makes another run"
     refuse_run_dir(changes, "run.dir cannot be changed by a rollback", remedy)
     request = BranchRequest(step=step, changes=list(changes), skip_steps=skip_steps)
-    if dry_run and not run.rollback.exists():
+    if dry_run:
+        refuse_during_rollback(run)
         return _report(run, prepare(run, request)).model_copy(update={"done": "dry run"})
     with hold(run, "rollback"):
-        return go_back(run, request, reason, dry_run=dry_run)
+        return go_back(run, request, reason)
 
 
-def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool = False) -> BranchReport:
+def refuse_during_rollback(run: RunDir) -> None:
+    """Raise BusyError if a rollback was decided and is not carried out yet."""
+    if run.rollback.exists():
+        raise BusyError(
+            f"a rollback of {run.path} is under way",
+            remedy=f"wait for its end; if it was killed, repeat it: {run.rollback} has the request",
+        )
+
+
+def go_back(run: RunDir, request: BranchRequest, reason: str) -> BranchReport:
     """`rollback` for a caller that holds the lock of the run."""
     finish(run)
     head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
@@ -66,8 +76,6 @@ def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool =
         return head.report.model_copy(update={"done": "already"})
     branch = prepare(run, request)
     report = _report(run, branch)
-    if dry_run:
-        return report.model_copy(update={"done": "dry run"})
     with raising(StorageError, f"cannot write {run.rollback}", effect="nothing was changed"):
         state_files.write(run.rollback, _decide(run, branch, report, request, reason))
     finish(run)
@@ -144,6 +152,7 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
         "tokens": tokens,
         "total_steps": schedule.last_step(state.step, state.consumed),
         "loss": None,
+        "heldout": None,
         "checkpoint": {"step": state.step, "consumed": state.consumed, "tokens": tokens, "verified": True},
         **status.ended(Exit.RESUME, text),
         "before": None,

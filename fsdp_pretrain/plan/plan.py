@@ -135,7 +135,7 @@ def plan(
         world_sizes.check(config, world)
     schedule, sizes = config.schedule, [*world_sizes.feasible(config)]
     checkpoint = upcoming.first_need(checkpoint_bytes(model, config.optimizer), world or 1)
-    length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1
+    length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1 + _permanent(config)
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
     sources, fetched, of_data = _corpora(config)
@@ -168,6 +168,17 @@ def plan(
         warnings=warnings,
         world=layout,
     )
+
+
+def _permanent(config: Config) -> int:
+    """How many checkpoints complete an interval of `checkpoint.keep_every`; about so many if the batch grows."""
+    schedule = config.schedule
+    ends = {"step": schedule.steps, "sample": schedule.total, "token": schedule.tokens(schedule.total)}
+    steps = set[int]()
+    for every in config.checkpoint.kept_intervals:
+        end = ends[every.unit]
+        steps.update(round(schedule.steps * number * every.value / end) for number in range(1, end // every.value + 1))
+    return len(steps)
 
 
 def _corpora(config: Config) -> tuple[dict[str, epochs.SourceEpochs] | None, room.CacheNeed | None, list[str]]:

@@ -75,7 +75,9 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
     for number, until in zip(begun, [*connected[1:], math.inf], strict=False):
         steps = read_steps(run.segment(number) / METRICS, shown)
         starts.append(_start(run, number, begun[number], entries, steps, heartbeats.get(number), until))
-    launches = [seconds_of(entry["time"]) or 0.0 for entry in entries if entry["kind"] in ("launch", "restart")]
+    forked = (at for at, entry in enumerate(entries) if entry["kind"] == "fork" and entry.get("segment") == first)
+    own = entries[next(forked, 0) :]  # the entries before are the parent's
+    launches = [seconds_of(entry["time"]) or 0.0 for entry in own if entry["kind"] in ("launch", "restart")]
     return StartHistory(_until_complete(starts, nodes), nodes, sorted(launches))
 
 

@@ -177,8 +177,8 @@ def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple
     of which `allowed` are normal."""
     if status.state in ENDED:
         return _reported_end(status)
-    here = run.fetched is None and status.host == socket.gethostname() and process_start(status.pid or -1) is None
-    if here or holder_died(run):
+    gone = run.fetched is None and status.host == socket.gethostname() and process_start(status.pid or -1) is None
+    if (gone and not is_held(run)) or holder_died(run):  # in another container of this host it may well be alive
         return ALERT, f"its process {status.pid} exited without reporting a reason"
     if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
         return ALERT, f"no heartbeat for {human_time(silent)}"

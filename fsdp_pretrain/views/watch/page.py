@@ -179,7 +179,7 @@ def _chart(view: RunView, column: str, name: str, ink: str, width: int, rows: in
     if line is None or not len(line):
         reason = "reading the record" if line is None else "no step yet"
         return Group(head.append(f": {reason}", "dim"))
-    values, room = line.columns[column], width - _AXIS
+    values, room = line.columns[column], max(1, width - _AXIS)
     head.append(f" {_tick(float(values[-1]), 4)}")
     drawn = draw(values, room, rows, logarithmic=column in _LOGARITHMIC)
     if drawn is None:
