@@ -152,8 +152,8 @@ def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> 
 def test_killed_commands_continue(
     tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str], kind: str
 ) -> None:
-    """kill -9 in the middle leaves no result and no worker; the second run makes only what is missing, and the result is that of one
-    that was not killed, which a third leaves as it is."""
+    """kill -9 in the middle leaves no result and no worker; the second run makes only what is missing, and the result is
+    that of one that was not killed, which a third leaves as it is."""
     command, environment = killable(kind, tmp_path / "in", shared_corpus, texts), helpers.environment()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 

@@ -27,11 +27,8 @@ from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.units import counted
 
 PLAN = "plan.json"
-_RESULTS = (
-    *("manifest.json", "blocks.npy", "checksums.npy"),  # of a corpus
-    *("split.json", "heldout.jsonl", "bad_records.jsonl"),
-)
-"""Files beside the shards that belong to a job; all others stay."""
+_RESULTS = ("manifest.json", "blocks.npy", "checksums.npy", "split.json", "heldout.jsonl", "bad_records.jsonl")
+"""The files of a job beside its shards and its plan. All others are the user's."""
 Make = Callable[..., None]
 """`make(prefix, *arguments, tokenizer)` makes a shard; must be importable by name, for worker processes."""
 
@@ -83,7 +80,11 @@ class Job:
         out = self.out.resolve()
         for file in files:
             if file.resolve().is_relative_to(out):
-                raise DataError(f"{file} is inside the output directory", remedy="choose another --out")
+                raise DataError(
+                    f"{file} is inside the output directory",
+                    effect="nothing was made: --overwrite may delete it",
+                    remedy="choose another --out",
+                )
 
     def release(self) -> None:
         """Undo `claim` for a refused job without finished shards, since the corrected command is another job."""

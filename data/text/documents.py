@@ -36,12 +36,14 @@ _GRAM = 13
 
 
 def document_hashes(tokens: Tokens, starts: Indices, ends: Indices) -> npt.NDArray[np.uint64]:
-    """xxh3-64 of each document's tokens, uint64 [documents]; 0 for those shorter than `DUPLICATE_TOKENS`. As int32
-    whatever the dtype of the tokens is, so that documents of several corpora can be compared."""
+    """xxh3-64 of each document's tokens, uint64 [documents]; 0 for those shorter than `DUPLICATE_TOKENS`. The
+    hash is of int32, whatever the dtype of the tokens, so that documents of several corpora can be compared."""
     hashes = np.zeros(len(starts), dtype=np.uint64)
     long = np.flatnonzero(ends - starts >= DUPLICATE_TOKENS)
-    size, digest = 4, xxhash.xxh3_64_intdigest
-    view = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data if len(long) else b""
+    if not len(long):
+        return hashes
+    ids, digest = np.ascontiguousarray(tokens, dtype="<i4"), xxhash.xxh3_64_intdigest
+    view, size = ids.view(np.uint8).data, ids.dtype.itemsize
     places = zip((starts[long] * size).tolist(), (ends[long] * size).tolist(), strict=True)
     hashes[long] = np.fromiter((digest(view[begin:end]) for begin, end in places), np.uint64, len(long))
     return hashes
