@@ -6,14 +6,13 @@ Each command imports its modules only when it runs, see `fsdp_pretrain.console`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, as_json, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import is_url
 from fsdp_pretrain.units import Progress
@@ -127,7 +126,7 @@ def _split(args: argparse.Namespace) -> int:
     from fsdp_pretrain.data.prepare.split import split, summary
 
     report = split(args.inputs, _job(args), _options(args, answer_field=args.answer_field))
-    print(json.dumps(vars(report), indent=1) if args.json else summary(report, args.out))
+    print(as_json(vars(report)) if args.json else summary(report, args.out))
     return 0
 
 
@@ -323,8 +322,7 @@ def _validate(args: argparse.Namespace) -> int:
         if not args.json:
             render(report)
     if args.json:
-        json.dump({"exit": code, "corpora": [report.as_dict() for report in reports]}, sys.stdout, indent=1)
-        print()
+        print(as_json({"exit": code, "corpora": [report.as_dict() for report in reports]}))
     if args.contamination and run is not None:
         against.write_exclusions(args.contamination, run, reports)
     return code

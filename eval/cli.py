@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fsdp_pretrain.console import CODE, JSON, CommandLine, argument, positive, verb
+from fsdp_pretrain.console import CODE, JSON, CommandLine, argument, as_json, positive, verb
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.processes import run_rank
 from fsdp_pretrain.run import run_id
@@ -207,7 +207,7 @@ def _retry(args: argparse.Namespace) -> int:
     for job in chosen:
         step, count = job.checkpoint.step, len(job.failures)
         job.forget_failures()
-        text = f"will be evaluated again; {count} failed attempts are forgotten"
+        text = f"will be evaluated again; {counted(count, 'failed attempt')} forgotten"
         add(run, "eval-retry", text, step=step, by=who())
         print(f"step {step}: {text}")
     if not chosen:
@@ -234,7 +234,7 @@ def _samples(args: argparse.Namespace) -> int:
         args.run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device
     )
     if args.json:
-        print(json.dumps(result.model_dump(exclude_unset=True), indent=1))
+        print(as_json(result.model_dump(exclude_unset=True)))
     else:
         print(samples.render(result, top=args.top))
     return 0
@@ -262,7 +262,7 @@ def _report(args: argparse.Namespace) -> int:
             print(f"left out: {error.cause}", file=sys.stderr)
             continue
         if results is not None:
-            print(json.dumps(results.model_dump(exclude_unset=True)) if args.json else table(results))
+            print(as_json(results.model_dump(exclude_unset=True), indent=None) if args.json else table(results))
     if not paths:
         print("no results yet", file=sys.stderr)
     if args.run.config.exists():
@@ -284,7 +284,7 @@ def _compare(args: argparse.Namespace) -> int:
     from . import compare
 
     comparison = compare.compare(compare.read_side(args.a), compare.read_side(args.b), tasks=args.tasks)
-    print(json.dumps(comparison.model_dump(), indent=1) if args.json else compare.render(comparison))
+    print(as_json(comparison.model_dump()) if args.json else compare.render(comparison))
     return 0
 
 

@@ -249,6 +249,13 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def as_json(value: Any, *, indent: int | None = 1) -> str:
+    """`value` as JSON for others to read: null for NaN and infinity, which JSON does not have."""
+    from pydantic_core import to_json
+
+    return to_json(value, indent=indent, inf_nan_mode="null").decode()
+
+
 def row(name: str, text: str) -> str:
     """A line of a command's output: name and text."""
     return f"  {name:11} {text}"

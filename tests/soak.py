@@ -196,7 +196,7 @@ class Breaker:
     def terminate(self) -> None:
         """SIGTERM of a rank: the job stops with 75, and is started again."""
         self._rank().terminate()
-        if (code := self.job.wait(120)) != 75:
+        if (code := self.job.wait(600)) != 75:
             self.wrong.append(f"SIGTERM of a rank: exit {code} instead of 75")
         self.job = self.soak.launch()
 
@@ -216,7 +216,7 @@ class Breaker:
         getattr(self, name)()
         try:
             on = lambda: self.soak.step() > step + 60 or self.job.poll() is not None  # noqa: E731
-            until(on, 180, f"progress after {name}", every=0.2)
+            until(on, 600, f"progress after {name}", every=0.2)
         except AssertionError as error:
             self.wrong.append(str(error))
         recovered = time.monotonic() - begun
@@ -246,7 +246,7 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         constants("fsdp_pretrain.watchdog.pass_runner", INTERVAL=0.5),
     ):
         breaker = Breaker(soak, endpoint, seed)
-        until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)
+        until(lambda: soak.step() > 50, 600, "the first steps", every=0.2)
         while time.monotonic() < end:
             breaker.once()
         wrong = breaker.wrong + soak.end(breaker.job)

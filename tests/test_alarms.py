@@ -68,6 +68,13 @@ def test_listing(run: Path, alarms: Alarms, verb: Verb) -> None:
     ]  # fmt: skip
 
 
+def test_alarms_that_cannot_be_read_are_not_none(run: Path, verb: Verb) -> None:
+    (run / "watchdog/alarms.jsonl").mkdir(parents=True)
+    listed, status = verb("alarms"), verb("status")
+    assert listed.returncode == 78 and "alarms.jsonl" in listed.stderr and "no open alarm" not in listed.stdout
+    assert status.returncode == 2 and "which alarms are open is not known" in status.stdout
+
+
 def keys_in_code() -> tuple[set[str], set[str]]:
     """Beginnings of all texts in the code of the watchdog and of health; those that are the key of an alarm."""
     texts, keys = set[str](), set[str]()

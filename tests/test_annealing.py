@@ -129,7 +129,8 @@ def test_the_steps_to_come_are_counted_from_where_the_run_is(lab: Any, run_comma
     ("options", "mix", "reason"),
     [
         (["--anneal", "12"], None, "not a quantity with a unit"),
-        (["--mix", "mix.toml"], "", "--mix belongs to --anneal"),
+        (["--mix", "mix.toml"], "", "--mix: only with --anneal"),
+        (["--to", "0.5"], "", "--to: only with --anneal"),
         (["--anneal", "9 steps"], "sources = 3", "is not a mixture"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "text"\npath = "elsewhere"', "rename it"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "a"\npath = "b"\nstop = "200 samples"', "to the end of the run"),

@@ -156,6 +156,17 @@ def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Ru
     assert (row["documents"], row["a"], row["b"], row["equal"]) == (3, 2 / 3, 2 / 3, 3) and row["unpaired"] == ""
 
 
+def test_a_score_that_is_no_number_is_null_in_json(tmp_path: Path, run_command: Run) -> None:
+    a, b = (
+        publish(tmp_path / name, tasks={"choice": ("acc", [1.0, 0.0])}, scores={"choice": {"acc": score}})
+        for name, score in (("a.json", 0.5), ("b.json", float("nan")))
+    )
+    (row,) = json.loads(
+        run_command("fsdp_pretrain.eval.cli", "compare", a, b, "--json", expect=0).stdout, parse_constant=pytest.fail
+    )["differences"]
+    assert (row["a"], row["b"]) == (0.5, None)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

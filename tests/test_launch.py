@@ -241,6 +241,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, he
     [
         ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
         (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
+        (["--nnodes", "0"], [], "--nnodes 0 is neither a number of nodes nor MIN:MAX"),
         (["--nproc-per-node", "3"], ["parallel.shard=2"], "parallel.shard = 2 does not divide the world size 3"),
     ],
 )

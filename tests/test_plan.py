@@ -68,7 +68,7 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
             ["shard = 2 does not divide", "does not split over 3", "sizes: 2, 4"],
         ),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
-        (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
+        (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["--world-size, --seconds-per-step"]),
         (["--mfu", "40%"], ["--mfu needs --world-size and --device"]),
         (["--mfu", "40%", "--world-size", "2"], ["that of None is not known", "NVIDIA H100"]),
         (["--mfu", "0.4", "--world-size", "2"], ["is not a share such as 45%"]),

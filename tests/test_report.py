@@ -24,11 +24,14 @@ from records import results
 from released import unpack
 from sight import tree
 
-from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.files import RunDir, stamp
 from fsdp_pretrain.run.goodput import goodput
+from fsdp_pretrain.run.lines import read_lines
 from fsdp_pretrain.run.metrics import read_metrics
+from fsdp_pretrain.run.start_history import read_history
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.views.report.evaluations import newest_texts
+from fsdp_pretrain.views.report.events import read_events
 from fsdp_pretrain.views.report.summary import moving_mean
 
 pytest.importorskip("plotly")
@@ -136,6 +139,17 @@ def test_extremes_survive_and_what_was_left_behind_is_there(made: LongRun, writt
     assert rolled_back and shown.curve("Loss", "training, left behind")[1].max() == 9.0
     assert shown.at(line, "trained")[-1] == truth[-1].tokens
     assert written.stat().st_size < 5e6
+
+
+def test_what_was_open_at_a_fork_is_not_open_in_the_new_run(tmp_path: Path) -> None:
+    lines = read_lines(run := RunDir(tmp_path), read_history(run))
+    alarm = {"kind": "alarm", "time": stamp(1.0), "severity": "CRIT", "state": "open", "text": "CRIT"}
+    fork = {"kind": "fork", "time": stamp(2.0), "text": "from step 3", "segment": 2, "step": 3}
+    entries = [{**alarm, "key": "hang"}, fork, {**alarm, "key": "disk/run", "time": stamp(3.0)}]
+    events, _ = read_events(entries, [], lines, [])
+    assert [(event.kind, event.text, event.open) for event in events] == [
+        ("alarm", "hang: CRIT", False), ("fork", "from step 3", False), ("alarm", "disk/run: CRIT", True),
+    ]  # fmt: skip
 
 
 def test_the_smoothed_loss_is_a_mean_around_each_step() -> None:

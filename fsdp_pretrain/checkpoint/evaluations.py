@@ -18,7 +18,7 @@ from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.state_files import StateFile
-from fsdp_pretrain.units import human_time
+from fsdp_pretrain.units import counted, human_time
 
 from .manifest import evaluation_due
 from .store import Checkpoint, Store, directory_name
@@ -132,7 +132,8 @@ def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
         if not failures:
             continue
         step, count, reason = job.checkpoint.step, len(failures), failures[-1].reason
-        ended = f"was given up after {count} failed attempts" if job.given_up else f"failed {count} times"
+        times, attempts = counted(count, "time"), counted(count, "failed attempt")
+        ended = f"was given up after {attempts}" if job.given_up else f"failed {times}"
         next_attempt = (
             f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
         )

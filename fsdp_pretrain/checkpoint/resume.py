@@ -156,7 +156,8 @@ class Resume:
         ]
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
-        parts += [f"{lost.steps:_} steps ({human_count(lost.tokens)} tokens) after it are lost"] if lost.steps else []
+        if lost.steps:
+            parts.append(f"{counted(lost.steps, 'step')} ({human_count(lost.tokens)} tokens) after it lost")
         parts += [f"changed: {'; '.join(changed.settings)}"] if changed.settings else []
         parts += [f"new code of {', '.join(changed.code)} computes the same"] if changed.code else []
         parts += [f"declared: {'; '.join(changed.declared)}"] if changed.declared else []

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, argument, verb
+from fsdp_pretrain.console import JSON, argument, as_json, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import RUN
 from fsdp_pretrain.run.files import age
@@ -57,7 +56,7 @@ def _list(args: argparse.Namespace) -> int:
     open_ones = [alarm for alarm in recorded if alarm.state != "resolved"]
     shown = sorted(recorded if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
     for alarm in shown:
-        print(json.dumps(alarm.to_json()) if args.json else _render(alarm))
+        print(as_json(alarm.to_json(), indent=None) if args.json else _render(alarm))
     if not shown and not args.json:
         print("no alarm" if args.all else "no open alarm")
     return int(max((alarm.severity for alarm in open_ones), default=Severity.INFO))
@@ -98,7 +97,11 @@ def _test(args: argparse.Namespace) -> int:
     problems = [_try(channel, sender) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
     for channel, problem in zip(channels, problems, strict=True):
         result = f"failed: {problem}" if problem else "delivered"
-        print(json.dumps({"channel": channel.name, "problem": problem}) if args.json else f"{channel.name:10} {result}")
+        print(
+            as_json({"channel": channel.name, "problem": problem}, indent=None)
+            if args.json
+            else f"{channel.name:10} {result}"
+        )
     return int(any(problems))
 
 

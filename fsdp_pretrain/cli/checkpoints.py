@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import CODE, JSON, argument, byte_count, progress, verb
+from fsdp_pretrain.console import CODE, JSON, argument, as_json, byte_count, progress, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import check_begun, import_extra
 from fsdp_pretrain.run.files import RunDir
@@ -26,7 +25,7 @@ def _list(args: argparse.Namespace) -> int:
     """List them by names and sizes, without reading them."""
     from fsdp_pretrain.checkpoint.listing import listed
 
-    return _print([listed(item) for item in _store(args.run).scan()], as_json=args.json)
+    return _print([listed(item) for item in _store(args.run).scan()], json=args.json)
 
 
 @verb(
@@ -46,7 +45,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.step is not None and not chosen:
         store.find(args.step)
     bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
-    return _print([read_back(item) for item in bar], as_json=args.json)
+    return _print([read_back(item) for item in bar], json=args.json)
 
 
 def _store(run: RunDir) -> Store:
@@ -56,10 +55,10 @@ def _store(run: RunDir) -> Store:
     return Store(run.checkpoints)
 
 
-def _print(rows: list[Row], *, as_json: bool) -> int:
+def _print(rows: list[Row], *, json: bool) -> int:
     """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
-    if as_json:
-        print(json.dumps([row.model_dump() for row in rows], indent=1))
+    if json:
+        print(as_json([row.model_dump() for row in rows]))
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")
     return 2 if any(row.problem for row in rows) else 0
@@ -81,7 +80,7 @@ def _export(args: argparse.Namespace) -> int:
     hf = import_extra("fsdp_pretrain.hf.export", _CONVERTED)
     done = hf.export_checkpoint(args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size)
     if args.json:
-        print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
+        print(as_json({**vars(done), "folder": str(done.folder)}))
     else:
         count, size = human_count(done.parameters), human_bytes(done.bytes)
         print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {counted(done.files, 'file')}")
@@ -116,7 +115,7 @@ def _merge(args: argparse.Namespace) -> int:
     checkpoint, parents = done.saved.checkpoint, done.parents
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes}
-        print(json.dumps({**facts, "parents": [parent.model_dump() for parent in parents]}, indent=1))
+        print(as_json({**facts, "parents": [parent.model_dump() for parent in parents]}))
     else:
         steps = ", ".join(f"{parent.step:_} ({parent.weight:.3f})" for parent in parents)
         print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, the mean of {len(parents)} checkpoints")
@@ -165,7 +164,7 @@ def _import(args: argparse.Namespace) -> int:
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
-        print(json.dumps({**facts, "padded_rows": done.padded, "tokenizer": done.tokenizer}, indent=1))
+        print(as_json({**facts, "padded_rows": done.padded, "tokenizer": done.tokenizer}))
     else:
         print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, weights alone; training starts from it")
         if done.padded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.console import JSON, argument, seconds, step_number, verb
+from fsdp_pretrain.console import JSON, argument, as_json, seconds, step_number, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.run.arguments import RUN
 from fsdp_pretrain.units import human_time
@@ -130,7 +129,7 @@ def _confirm() -> None:
 
 
 def _show(args: argparse.Namespace, **result: Any) -> None:
-    print(json.dumps(result, indent=1) if args.json else result["answer"]["text"])
+    print(as_json(result) if args.json else result["answer"]["text"])
 
 
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:

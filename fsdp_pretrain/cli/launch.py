@@ -82,6 +82,7 @@ def launch(args: argparse.Namespace) -> int:
     look."""
     from fsdp_pretrain.config import world_sizes
     from fsdp_pretrain.launch.launcher import Launcher
+    from fsdp_pretrain.launch.torchrun import most_nodes
     from fsdp_pretrain.run.overrides import load_run
 
     options, job = _split(args.passed_on)
@@ -90,8 +91,9 @@ def launch(args: argparse.Namespace) -> int:
     if args.print_run:
         print(config.run.dir)
         return 0
-    if args.nproc_per_node.isdecimal() and args.nnodes.isdecimal():  # here, once, for the same reason
-        world_sizes.check(config, int(args.nproc_per_node) * int(args.nnodes))
+    nodes = most_nodes(args.nnodes)
+    if args.nproc_per_node.isdecimal() and ":" not in args.nnodes:  # here, once, for the same reason
+        world_sizes.check(config, int(args.nproc_per_node) * nodes)
     args.rdzv_id = args.rdzv_id or Path(job[0]).stem
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         return Launcher(args, options, job, config, Path(notes)).run()

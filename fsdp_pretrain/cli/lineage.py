@@ -72,7 +72,6 @@ def rollback(args: argparse.Namespace) -> int:
     argument(
         "--to",
         type=not_negative,
-        default=0.1,
         metavar="SHARE",
         help="of --anneal: share of the rate at the end (default: 0.1)",
     ),
@@ -91,8 +90,10 @@ def fork(args: argparse.Namespace) -> int:
     from fsdp_pretrain.lineage.annealing import Annealing
     from fsdp_pretrain.lineage.fork import fork as fork_run
 
-    if args.mix is not None and args.anneal is None:
-        raise ConfigError("--mix belongs to --anneal", remedy="say for how long: --anneal LENGTH")
+    alone = [option for option, value in (("--to", args.to), ("--mix", args.mix)) if value is not None]
+    if args.anneal is None and alone:
+        raise ConfigError(f"{' and '.join(alone)}: only with --anneal", remedy="say for how long: --anneal LENGTH")
+    share = 0.1 if args.to is None else args.to
     report = fork_run(
         args.run,
         args.at,
@@ -100,11 +101,11 @@ def fork(args: argparse.Namespace) -> int:
         changes=args.set,
         skip_steps=args.skip_steps,
         reason=args.reason,
-        anneal=None if args.anneal is None else Annealing(args.anneal, args.to, args.mix),
+        anneal=None if args.anneal is None else Annealing(args.anneal, share, args.mix),
         dry_run=args.dry_run,
     )
     lines = [
-        f"{args.target} {'would go' if args.dry_run else 'goes'} on from step {args.at:_} of {args.run.path}",
+        f"{args.target} {'would continue' if args.dry_run else 'continues'} from step {args.at:_} of {args.run.path}",
         *continuation.render(report),
     ]
     if not args.dry_run:

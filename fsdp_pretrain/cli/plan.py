@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, argument, byte_count, grouped, positive, verb
+from fsdp_pretrain.console import JSON, argument, as_json, byte_count, grouped, positive, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import import_extra
 
@@ -66,8 +65,10 @@ def plan(args: argparse.Namespace) -> int:
 
     if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
-    if args.at is not None and args.seconds_per_step is not None:
-        raise ConfigError("--at and --seconds-per-step exclude each other")
+    if args.at is not None:
+        unused = ("world_size", "device", "device_memory", "strict", "seconds_per_step", "mfu")
+        if given := ["--" + name.replace("_", "-") for name in unused if getattr(args, name)]:
+            raise ConfigError(f"--at shows the schedule alone, which does not depend on {', '.join(given)}")
     if args.mfu is not None and (args.world_size is None or args.seconds_per_step is not None):
         raise ConfigError("--mfu needs --world-size and --device, and is not for --seconds-per-step")
     if args.world_size is None and (args.device or args.device_memory):
@@ -82,7 +83,7 @@ def plan(args: argparse.Namespace) -> int:
         rates = plan.measured(
             config, devices=args.world_size, device=args.device, seconds=args.seconds_per_step, mfu=args.mfu
         )
-        print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
+        print(as_json(vars(rates)) if args.json else plan.render_measured(rates))
         return 0
     result = plan.plan(
         config,
@@ -95,7 +96,7 @@ def plan(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no corpus at {', '.join(result.absent)}", remedy="prepare it, or mend data.sources"
         )
-    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    print(as_json(result.to_json()) if args.json else plan.render(result))
     return 0
 
 
@@ -113,7 +114,7 @@ def _ladder(args: argparse.Namespace, config: Config) -> int:
         paths, size = tqdm(args.ladder_fit, "reading records", delay=2, disable=None), ladder.size_of(config.model)
         trials = [ladder.read(RunDir(path), config, size) for path in paths]
         found = ladder.fit(trials, size, config.schedule.batch.full)
-        print(json.dumps(vars(found), indent=1) if args.json else ladder.render_fit(found, trials, config))
+        print(as_json(vars(found)) if args.json else ladder.render_fit(found, trials, config))
         if found.problems:
             raise ConfigError(
                 "; ".join(found.problems),
@@ -123,7 +124,7 @@ def _ladder(args: argparse.Namespace, config: Config) -> int:
         return 0
     made = ladder.ladder(config, args.ladder, args.out or Path("ladder"))
     rungs = [ladder.rung(run) for run in made]
-    index = json.dumps([vars(rung) for rung in rungs], indent=1)
+    index = as_json([vars(rung) for rung in rungs])
     print(index if args.json else ladder.render(rungs, ladder.rung(config)))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def _at(args: argparse.Namespace, config: Config) -> int:
 
     rows = rows_at(config, args.at)
     if args.json:
-        print(json.dumps(rows if "," in args.at else rows[0], indent=1))
+        print(as_json(rows if "," in args.at else rows[0]))
     else:
         print("\n".join(render_rows(rows) if len(rows) > 1 else (f"{key:16} {rows[0][key]}" for key in rows[0])))
     return 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from fsdp_pretrain.console import argument, positive, step_number, verb
+from fsdp_pretrain.console import argument, as_json, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 
@@ -31,7 +30,7 @@ def where(args: argparse.Namespace) -> int:
 
     step = provenance.trained_step(args.run, args.step, args.segment)
     shown = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
-    print(json.dumps(shown.model_dump(exclude_unset=True)) if args.json else provenance.render(shown))
+    print(as_json(shown.model_dump(exclude_unset=True), indent=None) if args.json else provenance.render(shown))
     return 0
 
 

@@ -4,14 +4,13 @@ which adds to its journal."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.console import JSON, Argument, argument, positive, row, verb
+from fsdp_pretrain.console import JSON, Argument, argument, as_json, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.remote import RemoteError, Url, is_url
 from fsdp_pretrain.run import journal as record
@@ -59,7 +58,7 @@ def status(args: argparse.Namespace) -> int:
     from fsdp_pretrain.views.status import inspect, render
 
     report = inspect(args.run)
-    print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
+    print(as_json(report.as_dict()) if args.json else render(report))
     return report.level
 
 
@@ -112,7 +111,7 @@ def journal(args: argparse.Namespace) -> int:
     """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
     for entry in record.read(args.run):
         if args.kind is None or entry["kind"] in args.kind:
-            print(json.dumps(entry) if args.json else record.render(entry))
+            print(as_json(entry, indent=None) if args.json else record.render(entry))
     return 0
 
 
@@ -140,7 +139,7 @@ def goodput(args: argparse.Namespace) -> int:
     result = account(args.run, partial(_bar, "reading", "steps"))
     if result is None:
         raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
-    print(json.dumps(result.model_dump(), indent=1) if args.json else render(result))
+    print(as_json(result.model_dump()) if args.json else render(result))
     return 0
 
 

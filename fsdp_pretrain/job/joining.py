@@ -192,7 +192,9 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: 
         lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
     if steps or aside:
         why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
-        text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
+        text = (
+            f"begins at step 0, {why}: {counted(steps, 'step')} ({human_count(tokens)} tokens) of the record are lost"
+        )
         text += f"; checkpoints {', '.join(aside)} were moved to abandoned/ beside them" if aside else ""
         recorder.event("fresh", text, step=0, lost={"steps": steps, "tokens": tokens}, abandoned=aside)
 

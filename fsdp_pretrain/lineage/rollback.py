@@ -22,7 +22,7 @@ from fsdp_pretrain.run.journal import who
 from fsdp_pretrain.run.lineage import BranchReport, BranchRequest, DecidedRollback, LineageNode
 from fsdp_pretrain.run.lock import hold
 from fsdp_pretrain.run.metrics import left_behind
-from fsdp_pretrain.units import human_count
+from fsdp_pretrain.units import counted, human_count
 
 from .continuation import Branch, prepare, refuse_run_dir, sentence
 
@@ -114,7 +114,7 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
     summary = sentence(report, reason)
     lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
     text = f"back to step {step:_}" + (f"; {summary}" if summary else "")
-    text += f"; {lost.steps:_} steps ({human_count(lost.tokens)} tokens) are left behind" if lost.steps else ""
+    text += f"; {counted(lost.steps, 'step')} ({human_count(lost.tokens)} tokens) left behind" if lost.steps else ""
     moved = ", ".join(name.removeprefix("step-").lstrip("0") for name in report.abandoned)
     return DecidedRollback(
         id=uuid.uuid4().hex[:8],

@@ -31,7 +31,7 @@ from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.run.status import ENDED, Status
 from fsdp_pretrain.run.step_columns import recorded_bytes
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_bytes, human_count, human_time
+from fsdp_pretrain.units import counted, human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, alarms_file, read_alarms
 from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
@@ -262,7 +262,10 @@ def _unsaved_training(
 
 def _add_alarms(report: StatusReport, run: RunDir) -> None:
     """Add the open alarms of the watchdog."""
-    report.alarms = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    try:
+        report.alarms = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    except OSError as error:
+        report.problems.append((ALERT, f"which alarms are open is not known: {error}"))
     for alarm in report.alarms:
         if alarm.severity is not Severity.INFO:
             acknowledged = alarm.state == "acknowledged"
@@ -380,7 +383,7 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
         )
         yield "held-out", f"{means}, loss after step {heldout.step:_}"
     if (since := report.since_last_look) is not None:
-        done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
+        done = counted(since.steps, "step") if since.steps >= 0 else f"went back {counted(-since.steps, 'step')}"
         yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
     if report.heartbeat_age_seconds is not None and report.state not in _ENDED:
         process = f" pid {status.pid}" if status.pid else ""
@@ -389,7 +392,7 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "last start", report.untrained
     if (checkpoint := report.verified_checkpoint) is not None:
         ago = f"verified {human_time(checkpoint.age_seconds)} ago"
-        yield "checkpoint", f"step {checkpoint.step:_}, {ago}, {checkpoint.steps_behind:_} steps behind"
+        yield "checkpoint", f"step {checkpoint.step:_}, {ago}, {counted(checkpoint.steps_behind, 'step')} behind"
     elif "verified_checkpoint" in report.model_fields_set:
         yield "checkpoint", "none verified yet"
     if "disk_free_bytes" in report.model_fields_set:

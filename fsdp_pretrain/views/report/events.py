@@ -84,6 +84,9 @@ def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Even
     """One event for each incident, from the entries of its key."""
     running: dict[str, Event] = {}
     for entry in entries:
+        if entry["kind"] == "fork":  # what was open before it concerns the run that it came from
+            yield from (replace(incident, open=False) for incident in running.values())
+            running.clear()
         if entry["kind"] not in ("alarm", "health"):
             continue
         key, at = str(entry.get("key", "?")), lines.locate(entry.get("step"), seconds_of(entry["time"]))

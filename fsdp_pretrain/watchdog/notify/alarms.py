@@ -82,7 +82,9 @@ class Alarms(AlarmSink):
 
     def __init__(self, path: Path, on_change: Callable[[Alarm], None]) -> None:
         self._file, self._on_change = AppendFile(path, durable=True), on_change
-        self._known = {alarm.key: alarm for alarm in read_alarms(path)}
+        self._known: dict[str, Alarm] = {}
+        with contextlib.suppress(OSError):  # then every condition that lasts is reported once more
+            self._known = {alarm.key: alarm for alarm in read_alarms(path)}
 
     def __iter__(self) -> Iterator[Alarm]:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
@@ -166,9 +168,12 @@ def acknowledge(run: RunDir, key: str) -> None:
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """The present state of every alarm, in the order of first opening; damaged lines are skipped."""
+    """The present state of every alarm, in the order of first opening; damaged lines are skipped.
+
+    Raises OSError if the file is there and cannot be read.
+    """
     known: dict[str, Alarm] = {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         for alarm, _ in read_lines(path, _alarm):
             known[alarm.key] = alarm
     return list(known.values())

@@ -35,7 +35,9 @@ class Notifier:
         self, section: NotifySection, run: RunDir, sender: MessageSender, environment: Mapping[str, str] = os.environ
     ) -> None:
         channels = make_channels(section, environment)
-        self._alarms = {alarm.key: alarm for alarm in read_alarms(alarms_file(run))} if channels else {}
+        self._alarms: dict[str, Alarm] = {}
+        with contextlib.suppress(OSError):
+            self._alarms |= {alarm.key: alarm for alarm in read_alarms(alarms_file(run)) if channels}
         self._threads = [_ChannelThread(channel, run, self._alarms, sender) for channel in channels]
 
     def on_change(self, alarm: Alarm) -> None:
