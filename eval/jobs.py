@@ -52,15 +52,21 @@ def _next(run: RunDir, config: Config) -> list[Job]:
 
 
 def merged_steps(run: RunDir, config: Config) -> set[int]:
-    """Steps whose checkpoints `eval.merge` merges in the evaluations that run or are next: a late one has the same."""
-    if (merge := config.eval.merge) is None:
+    """Steps whose checkpoints `eval.merge` merges in the evaluations that run or are next: a late one has the same.
+
+    Also those that it would merge with the newest: the evaluation that will be due next merges what is left of them.
+    """
+    if (merge := config.eval.merge) is None or config.eval.every is None:
         return set()
-    from fsdp_pretrain.checkpoint.merging import choose  # imports torch
+    from fsdp_pretrain.checkpoint.merging import in_range  # imports torch
 
     there, found = Store(run.checkpoints).scan(), set[int]()
-    for step in {job.checkpoint.step for job in _next(run, config)}:
-        with suppress(UserError):  # fewer than two, or a damaged one: the evaluation tells
-            found |= {checkpoint.step for checkpoint in choose(run.path, there, merge.last, merge.every, until=step)}
+    newest = [checkpoint.step for checkpoint in there if checkpoint.problem is None][-1:]
+    due = {*newest, *(job.checkpoint.step for job in _next(run, config))}
+    for number in [number for number, checkpoint in enumerate(there, 1) if checkpoint.step in due]:
+        with suppress(UserError):  # a damaged one, of which the evaluation tells: those after it may be merged later
+            for checkpoint in in_range(there[:number], merge.last, merge.every):
+                found.add(checkpoint.step)
     return found
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import time
 import tomllib
 from pathlib import Path
@@ -282,11 +283,36 @@ def test_the_parents_of_a_merge_stay_until_it_was_evaluated(run: Path) -> None:
     def merged() -> set[int]:
         return jobs.merged_steps(RunDir(run), load(run / "config.toml"))
 
-    assert watch(run, works) == (3, 0) and merged() == set()
+    assert watch(run, works) == (3, 0) and merged() == {20, 25, 30, 35}  # of what is due next, so far
     records.commit(Store(run / "checkpoints"), 40, files)
     assert merged() == {25, 30, 35, 40} and protected(run) == {40}
+    records.commit(Store(run / "checkpoints"), 55, files)
+    assert merged() == {25, 30, 35, 40, 55}
     give_up(run)
-    assert merged() == set() and protected(run) == {40}
+    assert merged() == {40, 55} and protected(run) == {40}
+    (run / "checkpoints/step-00000040/manifest.json").unlink()  # damaged: those after it are merged later
+    assert merged() == {55}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("merge", "parents"),
+    [
+        ({"last": "20 steps"}, {24, 26, 28, 30, 32, 34, 36, 38, 40, 42}),
+        ({"last": "20 steps", "every": "10 steps"}, {30, 40}),  # of which there is only one at times
+    ],
+)
+def test_the_parents_of_a_merge_stay_until_it_is_due(run: Path, merge: dict[str, str], parents: set[int]) -> None:
+    """Retention after each save, as a trainer applies it, deletes none before."""
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["eval"] |= {"every": "42 steps", "merge": merge}
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    store = Store(run / "checkpoints")
+    shutil.rmtree(store.directory)
+    for step in range(2, 43, 2):
+        records.commit(store, step, {**records.CHECKPOINT, CONFIG: (run / "config.toml").read_bytes()})
+        store.retain(1, lambda _: False, jobs.merged_steps(RunDir(run), load(run / "config.toml")))
+    assert {checkpoint.step for checkpoint in store.scan()} == {*parents, 42}
 
 
 @pytest.mark.quick

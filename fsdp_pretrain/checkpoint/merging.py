@@ -29,7 +29,7 @@ from fsdp_pretrain.units import Progress, counted
 from . import dcp
 from .loading import Weights
 from .manager import make_facts
-from .manifest import CheckpointManifest, MergedParent, SavedState
+from .manifest import MergedParent, SavedState
 from .state import TrainState
 from .store import CONFIG, Checkpoint, Store, verify_files
 from .witness import check_model_code
@@ -167,10 +167,7 @@ def choose(
     found = [checkpoint for checkpoint in there if checkpoint.step <= until]
     if not found:
         raise CheckpointError(f"{run} has no checkpoint")
-    newest = found[-1]
-    _refuse_problem(newest)
-    config = load_recorded(newest.path / CONFIG, own=False)
-    chosen = [*_in_range(found, newest.manifest(), last, every, config)][::-1]
+    chosen = [*in_range(found, last, every)][::-1]
     if len(chosen) < 2:
         steps = ", ".join(f"{checkpoint.step:_}" for checkpoint in found)
         raise ConfigError(
@@ -180,10 +177,15 @@ def choose(
     return chosen
 
 
-def _in_range(
-    found: list[Checkpoint], newest: CheckpointManifest, last: Progress | None, every: Progress | None, config: Config
-) -> Iterator[Checkpoint]:
-    """The checkpoints that `last` and `every` choose, see `choose`; newest first."""
+def in_range(found: Sequence[Checkpoint], last: Progress | None, every: Progress | None) -> Iterator[Checkpoint]:
+    """The checkpoints that `last` and `every` choose, see `choose`; newest first.
+
+    Raises:
+        CheckpointError: at the first that looks damaged.
+        ConfigError: the configuration of the newest cannot be read.
+    """
+    _refuse_problem(found[-1])
+    newest, config = found[-1].manifest(), load_recorded(found[-1].path / CONFIG, own=False)
     for checkpoint in reversed(found):
         _refuse_problem(checkpoint)
         manifest = checkpoint.manifest()
