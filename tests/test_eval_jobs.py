@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import tomli_w
 from processes import Run
 
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
-from fsdp_pretrain.checkpoint.store import CONFIG, Store
+from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, Store
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.eval.attempt import Evaluated, Work
 from fsdp_pretrain.eval.cli import table
@@ -145,6 +147,32 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
         monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.0)
         monkeypatch.setattr(Path, "read_bytes", flaky)
         assert jobs.publish(mine, evaluated(mine)) == (failing < 10) == job.done
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_checkpoint_that_retention_deletes_during_a_look_is_not_due(run: Path, gone: bool) -> None:
+    """A damaged one is told."""
+    first, _, last = (path / MANIFEST for path in sorted((run / "checkpoints").iterdir()))
+    content = last.read_bytes()
+    last.unlink()
+    os.mkfifo(last)
+
+    def delete() -> None:
+        with last.open("wb") as pipe:  # opens once the look has come to the last one
+            shutil.rmtree(first.parent) if gone else first.unlink()
+            last.unlink()
+            last.write_bytes(content)
+            pipe.write(content)
+
+    with ThreadPoolExecutor() as pool:
+        deleted = pool.submit(delete)
+        if gone:
+            assert [job.checkpoint.step for job in due(run)] == [20, 30]
+        else:
+            with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+                due(run)
+        deleted.result()
 
 
 # ---------------------------------------------------------------- attempts that fail
@@ -290,7 +318,7 @@ def test_the_parents_of_a_merge_stay_until_it_was_evaluated(run: Path) -> None:
     assert merged() == {25, 30, 35, 40, 55}
     give_up(run)
     assert merged() == {40, 55} and protected(run) == {40}
-    (run / "checkpoints/step-00000040/manifest.json").unlink()  # damaged: those after it are merged later
+    (run / "checkpoints/step-00000040" / MANIFEST).unlink()  # damaged: those after it are merged later
     assert merged() == {55}
 
 

@@ -15,6 +15,7 @@ import xxhash
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.state_files import StateFile
@@ -108,7 +109,13 @@ def without_results(run: RunDir, config: Config) -> list[Job]:
     whole = {item.step: item for item in Store(run.checkpoints).scan() if item.problem is None}  # one per step
     jobs = []
     for checkpoint in whole.values():
-        if evaluation_due(config, manifest := checkpoint.manifest()):
+        try:
+            manifest = checkpoint.manifest()
+        except CheckpointError:
+            if checkpoint.path.exists():
+                raise
+            continue  # deleted by retention during this look
+        if evaluation_due(config, manifest):
             folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
             jobs.append(Job(checkpoint, folder, manifest.committed, config.eval))
     return [job for job in jobs if not job.done]
