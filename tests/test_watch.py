@@ -141,6 +141,14 @@ def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
     assert contents(written.run.path) == before
 
 
+def test_scores_that_a_rollback_left_behind_are_not_shown(written: Written, run_command: Run) -> None:
+    journal.add(written.run, "eval", "cloze acc 0.75", step=150, scores={"cloze": {"acc": 0.75}}, tasks="cloze+bpb")
+    for shown in (True, False):
+        page = run_command("fsdp_pretrain.cli", "watch", written.run.path, COLUMNS="160").stdout
+        assert ("150  cloze acc 0.75" in page) == shown and "100  cloze acc 0.25" in page, page
+        journal.add(written.run, "rollback", "back to step 100", step=100)
+
+
 def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:
     """Wherever below the directory they are."""
     other = Written(lab, "other", "below/deeper")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_pretrain.checkpoint.listing import Row
-from fsdp_pretrain.run import journal
+from fsdp_pretrain.run import journal, lineage
 from fsdp_pretrain.run.files import age
 from fsdp_pretrain.run.goodput import State
 from fsdp_pretrain.run.journal import tone
@@ -211,8 +211,8 @@ def _facts(view: RunView, most: int) -> Table:
     saved = [_checkpoint(row) for row in view.checkpoints[:most]] or [_line(("no checkpoint yet", "dim"))]
     if view.status.state == "saving":
         saved.insert(0, _line(("saving now", "yellow")))
-    entries = [] if view.record is None else journal.of_kind(view.record.entries, "eval")
-    newest = sorted(entries, key=lambda entry: -int(entry["step"]))[: min(most, SHOWN)]
+    entries = [] if view.record is None else lineage.drop_abandoned(view.record.entries)
+    newest = sorted(journal.of_kind(entries, "eval"), key=lambda entry: -int(entry["step"]))[: min(most, SHOWN)]
     evaluated = [_evaluation(entry) for entry in newest] or [_line(("nothing yet", "dim"))]
     for name, lines in (("saved", saved), ("evaluated", evaluated)):
         rows += [(name if number == 0 else "", text) for number, text in enumerate(lines)]
