@@ -203,12 +203,11 @@ def test_another_model_does_not_load_silently(lab: Any, copy: tuple[Path, Path])
 
 
 def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
-    config = lab.config(
-        train={"duration": "30 steps"}, checkpoint={"every": "3 steps", "keep_last": 2, "keep_every": "12 steps"}
-    )
+    keep = {"keep_last": 2, "keep_every": ["12 steps", "2_560 tokens"]}  # ten steps, not a multiple of three
+    config = lab.config(train={"duration": "30 steps"}, checkpoint={"every": "3 steps", **keep})
     lab.train(config)
     store = Store(lab.path / "run/checkpoints")
-    assert [checkpoint.step for checkpoint in store.scan()] == [12, 24, 27, 30]
+    assert [checkpoint.step for checkpoint in store.scan()] == [10, 12, 20, 24, 27, 30]
     assert all(checkpoint.verified for checkpoint in store.scan())
     assert helpers.journal(lab.path / "run", "checkpoint-deleted")
 

@@ -54,6 +54,26 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     assert watch.transitions()[-1] == ("checkpoint-age", "CRIT", "resolved")
 
 
+def test_a_shorter_interval_counts_from_the_next_save(watch: Watch, tmp_path: Path) -> None:
+    """Set 900 steps after a save, it makes nothing late that is saved within 100."""
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(watch, run, every="1000 steps").age
+    write_journal(run, {"kind": "start", "world": 64, "checkpoint_bytes": 12 * 1000})
+
+    def train(steps: range) -> list[str]:
+        for step in steps:
+            checkpoints.step(record(step))
+        watch.advance(len(steps))
+        return [alarm.severity.name for alarm in watch.changes]
+
+    assert train(range(1, 901)) == []
+    write_journal(run, {"kind": "control", "consumed": 900 * 8, "entry": {"checkpoint": {"every": "100 steps"}}})
+    assert train(range(901, 1000)) == [] and not list((run / "control").iterdir())
+    commit(Store(run / "checkpoints"), 1000, consumed=1000 * 8)
+    watch.advance(61)
+    assert train(range(1001, 1061)) == [] and train(range(1061, 1161)) == ["WARN"]
+
+
 def test_a_cause_that_has_paged_is_not_paged_again(watch: Watch, tmp_path: Path) -> None:
     """A full disk: while a failed save is known, a late checkpoint is a warning, until the run must stop."""
     run = tmp_path / "run"

@@ -6,10 +6,11 @@ which knows the size of a save to the byte, may also use the margin and the rese
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import quantiles
+from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.run import journal
@@ -150,6 +151,12 @@ class UnsavedTraining:
 
     def __str__(self) -> str:
         return f"no checkpoint was verified for {human_time(self.age)}, {self.intervals:.1f} intervals"
+
+
+def unsaved_training(intervals: Iterable[Progress], **trained: Any) -> UnsavedTraining:
+    """By the longest of these intervals between checkpoints, that of the last save and the present one: a shorter one
+    counts from the next save on. `trained`: the other attributes."""
+    return min((UnsavedTraining(every, **trained) for every in intervals), key=lambda unsaved: unsaved.intervals)
 
 
 def longest_save(seconds: Sequence[float]) -> float:

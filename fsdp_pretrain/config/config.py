@@ -86,6 +86,12 @@ class Config(Section):
         """Interval between measurements of the held-out loss."""
         return self.eval.loss_every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
 
+    def save_due(self, *, step: int, before: int, after: int) -> bool:
+        """Whether a checkpoint is due after step number `step`, which took `consumed` from `before` to `after`: for
+        `checkpoint.every`, or to be kept or evaluated."""
+        intervals = (self.schedule.save_every(after), *self.checkpoint.kept_intervals, self.eval.every)
+        return any(self.schedule.due(every, step=step, before=before, after=after) for every in intervals)
+
     @property
     def heldout_samples(self) -> int:
         """Held-out samples of each source; the most of them, if `eval.loss_samples` is not given."""

@@ -225,12 +225,13 @@ class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
     every: Length
-    """Interval between checkpoints, counted from the start of the run. The last step is always saved."""
+    """Interval between checkpoints, counted from the start of the run. Saved as well: what completes an interval of
+    `checkpoint.keep_every` or `eval.every`, and the last step."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep: at least two, since one may turn out to be bad. When the next one does not fit, only
     two are kept."""
     keep_every: Length | list[Length] | None = None
-    """Also keep, permanently, the checkpoints that complete this interval, or one of several."""
+    """Keep, permanently, a checkpoint whenever this interval, or one of several, is complete."""
     mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
     """URL of a directory in object storage, such as `"s3://bucket/runs"`, to which checkpoints and the record are
     copied, see storage.md."""
@@ -285,7 +286,7 @@ class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
     every: Length | None = None
-    """Evaluate checkpoints that complete this interval, and the last one. Absent: none."""
+    """Save and evaluate a checkpoint whenever this interval is complete, and the last one. Absent: none."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
     """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`."""
     offline: bool = False

@@ -136,9 +136,8 @@ class Loop:
             self.finish_save()
 
     def _save(self, agreed: AgreedActions) -> None:
-        state, schedule = self.trainer.state, self.trainer.config.schedule
-        every, before = schedule.save_every(state.consumed), state.consumed - state.batch
-        due = schedule.due(every, step=state.step, before=before, after=state.consumed)
+        state, config = self.trainer.state, self.trainer.config
+        due = config.save_due(step=state.step, before=state.consumed - state.batch, after=state.consumed)
         if agreed.save or (due and not self._complete()):  # the last step is saved after the loop
             self.checkpoint()
 

@@ -16,7 +16,7 @@ from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.missing import missing
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
+from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save, unsaved_training
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import row
@@ -249,8 +249,8 @@ def _unsaved_training(
     """What the run has trained since its newest verified checkpoint, or without one, since its start."""
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
-    return UnsavedTraining(
-        config.schedule.save_every(status.consumed or 0),
+    return unsaved_training(
+        (config.schedule.save_every(consumed + 1), config.schedule.save_every(status.consumed or 0)),
         steps=(status.step or 0) - step,
         samples=(status.consumed or 0) - consumed,
         tokens=(status.tokens or 0) - tokens,

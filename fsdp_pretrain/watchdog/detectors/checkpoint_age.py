@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
+from fsdp_pretrain.checkpoint.upcoming import Late, unsaved_training
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.run.step_record import StepRecord
@@ -133,8 +133,8 @@ class CheckpointAgeDetector(StoreDetector):
             self._since = now
         self._since = min(self._since, now)
         self.age = now - self._since
-        unsaved = UnsavedTraining(
-            self._every(record.consumed),
+        unsaved = unsaved_training(
+            (self._every(saved.consumed + 1), self._every(record.consumed)),
             steps=risk.step,
             samples=risk.consumed,
             tokens=risk.tokens,
