@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from laboratory import tiny
 from sight import until
 
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostMemory, sample_host
 from fsdp_pretrain.watchdog.detectors.periodic import THREADS
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
+from fsdp_pretrain.watchdog.leader import Leader
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
 
 pytestmark = pytest.mark.quick
 HEALTHY = {
@@ -236,3 +244,16 @@ def test_processes_that_were_killed_are_told(tmp_path: Path) -> None:
 def test_a_look_at_this_host() -> None:
     state = sample_host()
     assert 0 < state.available <= state.total
+
+
+@pytest.mark.parametrize(("host", "left"), [("node-a", ["node-a"]), ("node-b", [])])
+def test_only_hosts_of_this_start_are_left(tmp_path: Path, host: str, left: list[str]) -> None:
+    """An alarm by a clock that was ahead does not stop the next start, which is elsewhere."""
+    run = RunDir(tmp_path / "run")
+    state_files.write(run.new_segment() / "environment.json", {"time": stamp(time.time() - 60), "hosts": {host: 8}})
+    known = Alarms(alarms_file(run), lambda _: None)
+    known.open("gpu/node-a", Severity.CRIT, "node-a: XID 79", facts={"avoid_hosts": ["node-a"]})
+    config = Config.model_validate(tiny("x", run.path, "/nowhere"))
+    Leader(config, RankMonitor(range(1), run.path / "pages", os.getpid()), 1).end_pass([])
+    asked = [json.loads(path.read_text())["avoid_hosts"] for path in run.control.glob("*")]
+    assert asked == ([left] if left else [])

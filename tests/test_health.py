@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
+from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health
 from fsdp_pretrain.health.rules import SourceLossRule
@@ -339,6 +340,15 @@ def test_steps_that_are_not_finite(config: Config, steps: list[int], back: int |
         assert (asked.key, asked.start, asked.end, asked.target) == ("loss/nonfinite", start, back, asked.start - 50)
 
 
+@pytest.mark.parametrize("missing", [(), (79,), (99,), range(60, 100), (100,)])
+def test_lines_that_the_record_lacks_do_not_hinder_a_rollback(config: Config, missing: Sequence[int]) -> None:
+    """More is skipped then: from the newest step before the margin that the record has."""
+    there = [n for n in range(1, 110) if n not in missing]
+    ((_, asked), *_) = retreats(judge(Health(config), (bad(n) if n >= 100 else record(n) for n in there)))
+    before = max(n for n in there if n < asked.start - limits.MARGIN)
+    assert (asked.first, asked.stop) == (8 * before, 8 * (asked.end + limits.MARGIN))
+
+
 def test_an_overflow_of_fp16_is_not_one_of_them(config: Config) -> None:
     over = {"loss_scale": 1024.0}
     assert not judge(Health(config), [bad(n, **over) for n in (1, 2, 3, 4)])
@@ -461,14 +471,13 @@ def test_budgets(tmp_path: Path, key: str, before: list[tuple[str, int, int]], r
     """(key, first step, hours ago) of earlier rollbacks; the last case has only old ones, and gets further."""
     run = RunDir(tmp_path / "run")
     entries = [
-        {
-            "time": (datetime.now(UTC) - timedelta(hours=ago)).isoformat(),
-            "kind": "health-rollback",
-            "text": "",
-            "key": k,
-            "start": s,
-        }
+        {"time": (datetime.now(UTC) - timedelta(hours=ago)).isoformat(), "text": "", **entry}
         for k, s, ago in before
+        for entry in (
+            {"kind": "health-rollback", "key": k, "start": s, "to": s - 100},  # killed before it went back
+            {"kind": "health-rollback", "key": k, "start": s, "to": s - 50},
+            {"kind": "rollback", "step": s - 50},
+        )
     ]
     run.segment(1).mkdir(parents=True)
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))

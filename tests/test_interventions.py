@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import ROOT, scripted
 
 LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3}
 
@@ -106,6 +107,43 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     fault()  # the cause is repaired
     lab.train(config, ranks=2)
     assert not any(record["skipped"] for record in helpers.metrics(run))
+
+
+@pytest.mark.promise("live-changes")
+def test_a_stop_is_heard_though_the_run_goes_back(lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """A person's, just before an automatic rollback; a change that comes too late is refused in the journal."""
+    both = [str(ROOT / "tests/faults.py"), str(ROOT / "tests/scripted.py")]
+    (tmp_path / "both.py").write_text(f"import runpy\nfor path in {both}: runpy.run_path(path)\n")
+    asked = [("stop", {"reason": "maintenance"}), ("set", {"changes": ["optimizer.lr_scale=0.5"], "reason": ""})]
+    fault = [{"kind": "gradient", "rank": 0, "step": 14, "on": True}]
+    variables = {**scripted({15: asked}), "FAULT": json.dumps(fault), "EXECUTE_FIRST": str(tmp_path / "both.py")}
+    lab.train(lab.config(checkpoint={"every": "5 steps"}), expect=75, variables=variables)
+    run = lab.path / "run"
+    assert len(helpers.journal(run, "rollback")) == 1
+    assert [(entry.get("did"), bool(entry.get("refused"))) for entry in helpers.journal(run, "control")] == [
+        ("stop", False), (None, True)]  # fmt: skip
+    for segment in ("0001", "0002"):
+        ended = json.loads((run / f"segments/{segment}/exit_intent.json").read_text())
+        assert (ended["code"], ended["asked"], ended["restart"]) == (75, True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.promise("spikes")
+def test_a_large_checkpoint_is_read_back_as_long_as_it_takes(lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """Longer than the watchdog waits for a rank that hangs."""
+    (tmp_path / "slow.py").write_text(
+        f"import runpy, time; runpy.run_path({str(ROOT / 'tests/faults.py')!r})\n"
+        "from fsdp_pretrain.lineage import continuation\n"
+        "read = continuation.verify_files\n"
+        "continuation.verify_files = lambda *files: time.sleep(12) or read(*files)\n"
+    )
+    fault = [{"kind": "gradient", "rank": 1, "step": 14, "on": True}]
+    variables = {"FAULT": json.dumps(fault), "EXECUTE_FIRST": str(tmp_path / "slow.py")}
+    watchdog = {"enabled": True, "hang": {"soft": "1 s", "hard": "4 s"}}
+    config = lab.config(checkpoint={"every": "5 steps"}, watchdog=watchdog)
+    lab.train(config, ranks=2, expect=75, variables=variables)
+    assert "rolled back to step 10" in intent(lab.path / "run")["reason"]
+    assert len(helpers.journal(lab.path / "run", "rollback")) == 1
 
 
 def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:

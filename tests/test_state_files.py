@@ -239,6 +239,16 @@ def test_a_run_is_asked_although_its_status_is_damaged(run: RunDir, run_command:
     assert asked.returncode == 75 and "the request was taken back" in asked.stderr
 
 
+@pytest.mark.parametrize("hosts", [([], ["a"]), (["a"], []), (["b"], ["a"]), ([], [])])
+def test_two_stops_are_both_heard(run: RunDir, hosts: tuple[list[str], list[str]]) -> None:
+    """A person's, and the watchdog's that leaves hosts, in either order."""
+    for avoid in hosts:
+        requests.send(run, "stop", reason="broken" if avoid else "maintenance", avoid_hosts=avoid)
+    asked = requests.Inbox(run).take()
+    assert asked.stop and asked.asked == ([] in hosts) and asked.avoid_hosts == tuple(sorted({*hosts[0], *hosts[1]}))
+    assert all(("broken" if avoid else "maintenance") in asked.reason for avoid in hosts)
+
+
 def test_a_damaged_request_is_dropped_aloud(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     requests.send(run, "save")
     (run.control / "0.json").write_text('{"verb": "stop", "avoid_hosts": 3}')

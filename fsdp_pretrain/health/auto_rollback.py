@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -37,7 +38,7 @@ def roll_back(run: RunDir, request: RollbackRequest, recorder: Recorder) -> Bran
         NumericError: a person has to decide.
         StorageError: see `rollback.go_back`.
     """
-    before = journal.of_kind(journal.read(run), "health-rollback")
+    before = _rollbacks(journal.read(run))
     repeats = sum(entry["key"] == request.key and abs(entry["start"] - request.start) <= _SAME for entry in before)
     _check_budget(request, before, repeats)
     candidates = _candidates(run, request)
@@ -64,17 +65,30 @@ def roll_back(run: RunDir, request: RollbackRequest, recorder: Recorder) -> Bran
     raise _needs_person(request, f"no clean checkpoint from before step {request.start} can be read")
 
 
+def _rollbacks(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The `health-rollback` entries that a `rollback` follows: a start may end between the two."""
+    begun, done = None, []
+    for entry in entries:
+        if entry["kind"] == "health-rollback":
+            begun = entry
+        elif entry["kind"] == "rollback" and begun is not None and entry.get("step") == begun["to"]:
+            done.append(begun)
+            begun = None
+    return done
+
+
 def was_blamed_on_device(run: RunDir, request: RollbackRequest) -> bool:
     """Whether a device was suspected at a nearby step before. Device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - request.end) <= _SAME for entry in entries)
 
 
-def record_rollback(run: RunDir, step: int, request: RollbackRequest, recorder: Recorder) -> None:
-    """Record the end of a start that was rolled back to `step`, so that the next start follows immediately."""
+def record_rollback(run: RunDir, step: int, request: RollbackRequest, recorder: Recorder, *, asked: bool) -> None:
+    """Record the end of a start that was rolled back to `step`, so that the next start follows immediately, unless the
+    run was `asked` to stop meanwhile."""
     reason, code = f"rolled back to step {step}: {request.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
-        exit_intent.write(run, segment, code, reason, restart=True)
+        exit_intent.write(run, segment, code, reason, asked=asked, restart=not asked)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
     recorder.status(force=True, **status.read(run).entries())  # as the rollback left it
 

@@ -156,15 +156,15 @@ class Health:
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
         """A rollback request that covers the incident from step `start` until now."""
         step, cursor = self._cursors[-1]
-        margin, earlier = limits.MARGIN, dict(self._cursors)
-        batch = cursor - earlier.get(step - 1, cursor)
-        first = max(min(earlier), start - margin - 1)
+        margin, (before, read) = limits.MARGIN, self._cursors[-min(2, len(self._cursors))]
+        batch = (cursor - read) // max(1, step - before)  # lines of the record may be missing
+        earlier = (read for at, read in reversed(self._cursors) if at < start - margin)
         return RollbackRequest(
             key=key,
             cause=cause,
             start=start,
             end=step,
-            first=earlier[first],
+            first=next(earlier, self._cursors[0][1]),
             stop=cursor + margin * batch,
             target=start - limits.DISTANCE,
         )

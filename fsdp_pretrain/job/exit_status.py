@@ -15,13 +15,17 @@ from torch import distributed as dist
 
 from fsdp_pretrain.errors import DeviceError, Exit, Interrupted, PeerLostError, UserError
 from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
+from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import exit_intent, status
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.requests import Requests
 from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import RollbackRequest
 
+from .live_control import answer
 from .run_context import RunContext
+from .waiting import decide_in_turns
 
 _LOST = re.compile(
     "Connection (?:reset|closed) by peer|Connection was likely closed|Broken pipe|"
@@ -92,19 +96,32 @@ def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:
         repeated = "not finite again" if request.repeats else "finite, but a device was suspected here before"
         text = f"the same step from the same batch was {repeated}: {request.cause}"
         recorder.event("health-again", text, step=request.end, repeats=request.repeats)
-    report = run.world.decide(lambda: roll_back(run_dir, request, recorder))
+    report = decide_in_turns(run.world, run.heartbeat, Phase.LOAD, lambda: roll_back(run_dir, request, recorder))
+    asked = _take_last_requests(report.step, run).asked
     if run.world.is_main:
-        record_rollback(run_dir, report.step, request, recorder)
+        record_rollback(run_dir, report.step, request, recorder, asked=asked)
     return outcome
+
+
+def _take_last_requests(step: int, run: RunContext) -> Requests:
+    """The requests to stop, those included that came late; the journal answers what was not carried out."""
+    for request in run.inbox.take_rest():
+        if request.verb == "stop":
+            answer(run.recorder, request, step, f"the start ends after step {step:_}", did="stop")
+        else:
+            why = "the start ended before it was carried out"
+            answer(run.recorder, request, step, f"{request.verb} refused: {why}", refused=why)
+    return run.inbox.take()
 
 
 def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
     """Record the end of a start without a rollback. `outcome`: COMPLETE or RESUME."""
-    requests = run.inbox.take()
+    requests = _take_last_requests(step, run)
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({requests.reason or 'another rank'})"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
     if outcome is Exit.RESUME and requests.avoid_hosts:
-        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(requests.avoid_hosts)}
+        outcome = Exit.RESUME_AVOIDING_HOSTS
+        facts = {"avoid_hosts": list(requests.avoid_hosts), "asked": requests.asked}
     _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
     return outcome
 
@@ -119,9 +136,10 @@ def _record_suspicion(request: RollbackRequest, run: RunContext) -> Exit:
     host = None if request.rank is None else hosts[request.rank]
     who = "of one of the ranks" if host is None else f"of rank {request.rank} on {host}"
     reason = f"{request.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
-    outcome, facts = Exit.RESUME, dict[str, object](restart=True)
+    asked = _take_last_requests(request.end, run).asked
+    outcome, facts = Exit.RESUME, dict[str, object](asked=asked, restart=not asked)
     if host is not None and len(set(hosts)) > 1:
-        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host], "asked": asked}
     run.recorder.event("health-again", reason, step=request.end, rank=request.rank, suspect=host, repeats=False)
     _record(outcome, reason, reason, request.end, run, **facts)
     return outcome

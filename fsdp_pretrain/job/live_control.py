@@ -23,6 +23,7 @@ from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import overrides
 from fsdp_pretrain.run.files import now, replace_file
 from fsdp_pretrain.run.overrides import Overrides
+from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.requests import Request, Requests
 from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import AgreedActions, Observer
@@ -42,6 +43,13 @@ class ControlActions:
     entries: list[TimelineEntry] = field(default_factory=list)
     pause: Request | None = None
     resume: Request | None = None
+
+
+def answer(recorder: Recorder, request: Request, step: int, text: str, **facts: object) -> None:
+    """Answer a request in the journal; `facts` has `did` or `refused`."""
+    because = f", because: {request.reason}" if request.reason else ""
+    names = {"request": request.id, "asked": request.verb, "by": request.by, "reason": request.reason}
+    recorder.event("control", text + because, step=step, **names, **facts)
 
 
 class LiveControl(Observer):
@@ -133,9 +141,7 @@ class LiveControl(Observer):
         self._answer(request, step, f"{request.verb} refused: {why}", refused=why)
 
     def _answer(self, request: Request, step: int, text: str, **facts: object) -> None:
-        because = f", because: {request.reason}" if request.reason else ""
-        names = {"request": request.id, "asked": request.verb, "by": request.by, "reason": request.reason}
-        self._recorder.event("control", text + because, step=step, **names, **facts)
+        answer(self._recorder, request, step, text, **facts)
 
     # ------------------------------------------------------------------ set
 

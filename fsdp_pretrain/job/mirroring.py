@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, wait
 from functools import partial
 
-from fsdp_pretrain.checkpoint.async_save import in_background
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.helper_process import HelperProcess
-from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
+from fsdp_pretrain.mirror.restore import Restoration, compare_with_mirror, restore
 from fsdp_pretrain.mirror.uploader import UploaderSettings
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run import mirror_status, run_id
@@ -20,9 +18,8 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_time
 
 from .run_context import RunContext
+from .waiting import decide_in_turns
 
-_TURN = 1.0
-"""Seconds that ranks wait for rank 0 between two heartbeats."""
 _COMPLETE_SECONDS, _STOP_SECONDS = 600.0, 20.0
 """How long a complete run, and one that was asked to stop, wait for the mirror."""
 
@@ -36,28 +33,20 @@ def restored_from_mirror(config: Config, world: World, options: ResumeOptions, h
     Raises:
         UserError: see `mirror.restore`.
     """
-    run, running, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
+    run, tasks, stop = RunDir(config.run.dir), list[Restoration](), threading.Event()
 
-    def begin() -> bool:
+    def compare() -> bool:
         task = compare_with_mirror(config, restore=options.from_mirror, fresh=options.fresh)
         if task is not None:
-            running.append(in_background(lambda: restore(task, run, stop)))
+            tasks.append(task)
         return task is not None
 
-    if not world.decide(begin):
+    if not world.decide(compare):
         return False
     try:
-        while not world.decide(lambda: _ended(running[0])):  # perhaps for hours, in turns: no collective times out
-            heartbeat.beat(Phase.START)
+        decide_in_turns(world, heartbeat, Phase.START, lambda: restore(tasks[0], run, stop))
     finally:
         stop.set()
-    return True
-
-
-def _ended(restoring: Future[None]) -> bool:
-    if not wait([restoring], _TURN).done:
-        return False
-    restoring.result()
     return True
 
 

@@ -44,7 +44,7 @@ def decide(
     last = history[-1]
     if last.code in (Exit.COMPLETE, Exit.REFUSED, Exit.NEEDS_PERSON):
         return RestartDecision(last.code, last.reason)
-    if last.code == Exit.RESUME_AVOIDING_HOSTS and (asked or not elastic or host in last.avoid):
+    if last.code == Exit.RESUME_AVOIDING_HOSTS and (asked or last.asked or not elastic or host in last.avoid):
         return RestartDecision(last.code, last.reason)
     if asked or last.asked:
         return RestartDecision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")

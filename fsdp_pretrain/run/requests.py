@@ -7,6 +7,7 @@ ranks in the all-reduce that every step does anyway, so all act after the same s
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -95,13 +96,14 @@ def send(run: RunDir, verb: str, **more: Any) -> Path:
 
 @dataclass
 class Requests:
-    """Pending requests on this rank; `reason` and `avoid_hosts` are those of the stop. `steer`: whether there are
-    requests for `Inbox.take_steering`."""
+    """Pending requests on this rank; `reason` and `avoid_hosts` are those of the stop. `asked`: whether not only hosts
+    are to be left. `steer`: whether there are requests for `Inbox.take_steering`."""
 
     stop: bool = False
     save: bool = False
     steer: bool = False
     reason: str = ""
+    asked: bool = False
     avoid_hosts: tuple[str, ...] = ()
     profile: Request | None = None
 
@@ -145,7 +147,7 @@ class Inbox:
         del frame
         if number == signal.SIGINT and self._requests.stop:
             raise KeyboardInterrupt
-        self._requests.stop = True
+        self._requests.stop = self._requests.asked = True
         self._requests.reason = signal.Signals(number).name
 
     def take(self) -> Requests:
@@ -171,11 +173,19 @@ class Inbox:
         taken, self._orders = self._orders, []
         return taken
 
+    def take_rest(self) -> list[Request]:
+        """Read the inbox a last time; returns the requests that were not carried out, oldest first."""
+        self._polled = -math.inf
+        self.take()
+        return sorted([*self.take_orders(), *self.take_steering()], key=lambda request: request.id)
+
     def _sort(self, request: Request) -> None:
         if request.verb == "stop":
-            asked = "" if request.avoid_hosts else f"control stop by {request.by}"
-            self._requests.stop, self._requests.reason = True, ": ".join(filter(None, (asked, request.reason)))
-            self._requests.avoid_hosts = tuple(request.avoid_hosts)
+            pending, asked = self._requests, "" if request.avoid_hosts else f"control stop by {request.by}"
+            reason = ": ".join(filter(None, (asked, request.reason)))
+            pending.stop, pending.asked = True, pending.asked or not request.avoid_hosts
+            pending.reason = "; ".join(filter(None, (pending.reason, reason)))
+            pending.avoid_hosts = tuple(sorted({*pending.avoid_hosts, *request.avoid_hosts}))
             self._orders.append(request)
         elif request.verb == "save":
             self._requests.save = True

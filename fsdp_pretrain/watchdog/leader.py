@@ -57,7 +57,8 @@ class Leader:
         except ConfigError as error:  # the trainer checked it, but secrets may be missing now
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.metrics)
-        begun = environment.view(self._run, segment).time or "9"
+        start = environment.view(self._run, segment)
+        self._hosts, begun = frozenset(start.hosts), start.time or "9"
         for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
             if alarm.detector in _PER_START and alarm.opened < begun:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
@@ -100,12 +101,14 @@ class Leader:
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
-        return {
+        """Hosts of this start with hardware that is broken for good; alarms of earlier ones may name others."""
+        named = {
             host
             for alarm in self.alarms
             if alarm.severity is Severity.CRIT
             for host in alarm.facts.get("avoid_hosts", ())
         }
+        return named & self._hosts if self._hosts else named
 
     # ------------------------------------------------------------------ export and notification
 
