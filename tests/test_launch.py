@@ -6,20 +6,23 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, spawn
+from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, free_port, python_path, spawn
 from sight import PATIENCE, PATIENT, rank_of
 
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import decide
 from fsdp_pretrain.run.files import RunDir, json_object, read_lines
+from fsdp_pretrain.run.lock import hold
 
 HASTE = {"stop_timeout": "120 s"}
 
@@ -152,6 +155,59 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
     assert helpers.journal(job.run, "resume")[-1]["step"] >= 10 and segments(job) == 2
     assert max(len(entry["text"]) for entry in helpers.journal(job.run)) <= 200
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_waits_for_a_save(launch: Launch, lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """An elastic job of one node is joined by another: its last save takes 35 s, longer than torchrun itself waits."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        SET_CONSTANTS + "import os, time\n"
+        "if os.environ.get('RANK'):\n"
+        "    from fsdp_pretrain.train.loop import Loop\n"
+        "    save = Loop.checkpoint\n"
+        "    def slow(self, **how):\n"
+        "        time.sleep(35 * how.get('must_succeed', False))\n"
+        "        save(self, **how)\n"
+        "    Loop.checkpoint = slow\n"
+    )
+    config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=PATIENT)
+    port = free_port()
+
+    def node(number: int) -> Launched:
+        how = f"is_host={str(number == 0).lower()},last_call_timeout=2"
+        options = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", how, "--rdzv-id", "x")
+        return launch(config, options=options, PYTHONPATH=python_path(tmp_path / "site"))
+
+    one = node(0)
+    one.reaches(12)
+    other = node(1)
+    helpers.wait_for(lambda: len(helpers.journal(one.run, "ready")) == 2, what=one.output)
+    saved = helpers.journal(one.run, "checkpoint")[0]["step"]
+    assert helpers.journal(one.run, "resume")[-1]["step"] == saved >= 12 and not helpers.alarms(one.run, "rank-died")
+    for job in (one, other):
+        job.process.send_signal(signal.SIGTERM)
+    one.ends(75)
+
+
+@pytest.mark.slow
+def test_between_two_starts(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
+    """A start waits for a rollback that is under way; the record says why none follows a refused one."""
+    constants("fsdp_pretrain.launch.policy", PAUSES=[4.0])
+    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
+    job = launch(config)
+    job.reaches(12)
+    job.ranks()[1].kill()
+    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), what="a restart")
+    with hold(RunDir(job.run), "rollback"):
+        time.sleep(5)
+        assert segments(job) == 1 and job.process.poll() is None
+    helpers.wait_for(lambda: len(helpers.journal(job.run, "ready")) == 2, what="the second start")
+    (job.run / "avoid_hosts").write_text(socket.gethostname() + "\n")
+    job.ranks()[1].kill()
+    assert socket.gethostname() in job.ends(76)
+    assert job.intent()["code"] == 76 == helpers.journal(job.run, "stop")[-1]["code"]
+    assert json.loads((job.run / "status.json").read_text())["state"] == "stopped" and segments(job) == 2
 
 
 @pytest.mark.shows("A23", "F11")

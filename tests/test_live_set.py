@@ -100,6 +100,22 @@ def test_a_live_set_is_a_timeline_entry(
     kept = load(run / f"checkpoints/step-{STEPS:08d}/config.toml").timeline
     assert kept == list(overrides.read(RunDir(run)).timeline) == load(run / "config.toml").timeline and len(kept) == 1
     same_as_configured(lab, helpers, config, run, 4)
+    longer = (f"train.duration={STEPS + 4} steps", "optimizer.weight_decay=0.05")
+    allowed = ("--allow", "train.duration", "--allow", "optimizer.weight_decay")
+    refused = lab.train(config, *longer, ranks=2, flags=allowed, expect=78)
+    assert "optimizer.weight_decay would change nothing: the timeline has replaced its value" in refused
+
+
+@pytest.mark.promise("live-changes")
+def test_what_is_asked_as_a_start_ends_is_answered(lab: Any, helpers: Any) -> None:
+    config, run = config_of(lab, parallel={}), lab.path / "run"
+    change = ("set", {"changes": ["optimizer.lr_scale=0.5"], "reason": ""})
+    lab.train(config, expect=75, variables=scripted({12: [("stop", {}), change, ("pause", {})]}))
+    answers = [
+        (entry["asked"], entry.get("did"), entry.get("refused", "")) for entry in helpers.journal(run, "control")
+    ]
+    assert answers[0][:2] == ("stop", "stop") and not (run / "overrides.toml").exists()
+    assert [(verb, "the start ended" in why) for verb, _, why in answers[1:]] == [("set", True), ("pause", True)]
 
 
 @pytest.mark.slow

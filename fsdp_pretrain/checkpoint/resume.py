@@ -16,6 +16,7 @@ from fsdp_pretrain.config.resume_rules import (
     differences,
     load_recorded,
     refuse,
+    refuse_replaced,
     undeclared,
 )
 from fsdp_pretrain.config.step_settings import SCHEDULED, same_values
@@ -196,6 +197,7 @@ class Resume:
         if head is not None and (path := self._run.segment(head.segment) / "config.toml").exists():
             newest = load_recorded(path)
         here = changes(newest, self._config)
+        refuse_replaced({change.key for change in here}, self._config, content.consumed)
         if undeclared(here, (), content.consumed) and self._same_ahead(newest, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
         since = changes(of_checkpoint, self._config)

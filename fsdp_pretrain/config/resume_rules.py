@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,20 @@ def undeclared(
         declared = [change for change in declared if change.at is None or change.at < consumed]
         declared = [change for change in declared if change.until is None or consumed < change.until]
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
+
+
+def refuse_replaced(keys: Collection[str], config: Config, consumed: int, how: str = "") -> None:
+    """Raise ConfigError if the timeline has replaced the new value of one of these keys before `consumed` samples: the
+    change would have no effect. `how`: how it was asked for, such as `--set `."""
+    past = [placed.entry for placed in config.schedule.timeline if placed.at <= consumed]
+    replaced = {key: (value, entry) for entry in past for key, value in entry.changes() if key in keys}
+    for key, (value, entry) in replaced.items():
+        if attrgetter(key)(config) != (value.to if isinstance(value, Change) else value):
+            raise ConfigError(
+                f"{how}{key} would change nothing: the timeline has replaced its value before this checkpoint "
+                f"({entry})",
+                remedy=f"continue without it, and `fsdp-pretrain control RUN set {key}=VALUE` while the run trains",
+            )
 
 
 def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:

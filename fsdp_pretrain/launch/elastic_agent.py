@@ -1,9 +1,10 @@
 """torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
 
-Three things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
-process of a job, and torchrun would kill the ranks while they save. In place of torchrun's report of failed ranks it
-prints one line on the first of them, unless that ended with another code than 1 of `errors.Exit`: then it has printed
-the reason. And it does not log how every rank ends.
+Four things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
+process of a job, and torchrun would kill the ranks while they save. Ranks that torchrun itself ends, since another has
+ended or a node joins, have as long for their save as a stop may take, where torchrun gives them 30 seconds. In place
+of torchrun's report of failed ranks it prints one line on the first of them, unless that ended with another code than 1
+of `errors.Exit`: then it has printed the reason. And it does not log how every rank ends.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    close, patience = api.PContext.close, int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+
+    def close_patiently(self: api.PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(self, death_sig, max(timeout, patience))
+
+    api.PContext.close = close_patiently  # type: ignore[method-assign]
     logging.getLogger(api.__name__).setLevel(logging.CRITICAL)  # of every rank it ends; the report names the first
     try:
         run.main()

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import Exit
-from fsdp_pretrain.run import run_id
+from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.run import lock, run_id, status
 from fsdp_pretrain.run.files import RunDir, now
 from fsdp_pretrain.run.journal import Journal, Kind
 from fsdp_pretrain.run.run_id import LauncherMemory
@@ -56,7 +56,7 @@ class Launcher:
         self._is_first_node = torchrun.is_first(args)
         join = self._settings.join_timeout.value
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
-        # How long torchrun waits for the other ranks after one exits; torch 2.11 always waits 30 s.
+        # How long torchrun waits for the ranks that it ends.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
@@ -75,8 +75,7 @@ class Launcher:
         while True:
             self._check_place()
             if not self._args.no_preflight:
-                for warning in preflight(self._config, self._run, self._args.nproc_per_node):
-                    _say(f"preflight: {warning}")
+                self._preflight()
             if not self._history and self._run.begun:  # the end of queueing; see `run.goodput`
                 self._journal("launch", f"launched on {self._host}")
             decision = self._start_once()
@@ -84,10 +83,26 @@ class Launcher:
                 return self._end(decision)
             self._report_restart(decision)
             self._wait_for(lambda: False, decision.pause, _POLL)
+            self._wait_for(lambda: not self._is_held(), self._settings.join_timeout.value, _POLL)
             if self._pending_signals:
                 name = signal.Signals(self._pending_signals[0]).name
                 reason = f"asked to stop before it was started again: {name}"
                 return self._end(RestartDecision(int(Exit.RESUME), reason))
+
+    def _preflight(self) -> None:
+        """Check storage and devices. Raises UserError, which the record has if there were starts before."""
+        try:
+            for warning in preflight(self._config, self._run, self._args.nproc_per_node):
+                _say(f"preflight: {warning}")
+        except UserError as error:
+            if self._history:
+                self._record_refusal(int(error.exit), error.cause)
+            raise
+
+    def _is_held(self) -> bool:
+        """Whether a person goes back, or does something else to the run that no start can do meanwhile."""
+        held = lock.read(self._run.lock)
+        return held is not None and held.purpose != lock.TRAINING and lock.is_alive(held) is not False
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""
@@ -181,10 +196,18 @@ class Launcher:
             self._journal(
                 "stop", f"exit {decision.code}: {decision.reason}", code=decision.code, suspects=list(last.ahead)
             )
+        elif last.segment is None and len(self._history) > 1:
+            self._record_refusal(decision.code, decision.reason)
         elif decision.code == Exit.RESUME_AVOIDING_HOSTS:
             hosts = outcome.avoided(self._run)
             self._journal("avoid-hosts", f"start again without {', '.join(hosts)}", hosts=hosts)
         return decision.code
+
+    def _record_refusal(self, code: int, reason: str) -> None:
+        """Record why no further start follows, of one that has no segment to record it in."""
+        if self._is_first_node:
+            _try_to_write(lambda: status.update(self._run, **status.ended(code, reason)))
+        self._journal("stop", f"exit {code}: {reason}", code=code)
 
     def _journal(self, kind: Kind, text: str, **data: object) -> None:
         """Write an entry, on the first node only."""

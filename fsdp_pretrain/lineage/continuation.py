@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, refuse
+from fsdp_pretrain.config.resume_rules import changes, refuse, refuse_replaced
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer
@@ -83,7 +83,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     dropped = _left_behind(run, current, state)
     persistent = current.add(resolved, [skip] if skip else []).without(dropped)
     after = overrides.apply(run.config, place, persistent, dropped)
-    _refuse_steered(resolved, after, state.consumed)
+    refuse_replaced({_key(text) for text in resolved}, after, state.consumed, "--set ")
     if after.schedule.end <= state.consumed < before.schedule.end:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
@@ -112,19 +112,6 @@ def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
 
 def _key(text: str) -> str:
     return text.partition("=")[0].strip()
-
-
-def _refuse_steered(changes: Sequence[str], after: Config, consumed: int) -> None:
-    """Refuse to change a value that an earlier entry of the timeline has replaced: it would have no effect."""
-    asked = {_key(text) for text in changes}
-    for placed in after.schedule.timeline:
-        for key, _ in placed.entry.changes():
-            if key in asked and placed.at <= consumed:
-                raise ConfigError(
-                    f"--set {key} would change nothing: the timeline has replaced its value before this checkpoint "
-                    f"({placed.entry})",
-                    remedy=f"continue without it, and `fsdp-pretrain control RUN set {key}=VALUE` while the run trains",
-                )
 
 
 def _absolute(text: str, config: Config) -> str:
