@@ -68,8 +68,8 @@ class Carried:
 
     def uploader(self) -> Uploader:
         """The uploader's work in this process."""
-        own_id = run_id.read(self.run.path) or ""
-        return Uploader(self.config, self.run, own_id, 1, RunMirror(self.config, patience=0))
+        own_id, segment = run_id.read(self.run.path) or "", int(self.run.segments[-1].name)
+        return Uploader(self.config, self.run, own_id, segment, RunMirror(self.config, patience=0))
 
     def process(self) -> HelperProcess:
         return start_uploader(self.run, segment=1)
@@ -212,6 +212,51 @@ def test_what_is_refused(carried: Carried, tmp_path: Path) -> None:
     shutil.rmtree(carried.place)
     with pytest.raises(UserError, match="nothing to restore"):
         carried.look(restore=True)
+
+
+@pytest.mark.parametrize(
+    ("segment", "steps", "again"), [(1, [30, 40], False), (1, [30, 40], True), (1, [], False), (2, [], False)]
+)
+def test_a_job_that_lives_on_does_not_overwrite_the_one_restored_elsewhere(
+    carried: Carried, tmp_path: Path, segment: int, steps: list[int], again: bool
+) -> None:
+    """Told by its checkpoints of a later start, also to an uploader that was started `again`, and before it has any, or
+    as a start of the same number, by its record."""
+    carried.save(10)
+    carried.save(20)
+    carried.copy()
+    if segment > 1:
+        carried.segment(segment, step=20)
+    stale = carried.uploader()
+    carried.copy(stale)
+    (tmp_path / "b").mkdir()
+    other = Carried(tmp_path / "b", mirror=f"file://{carried.place}")
+    other.mirror = carried.mirror
+    other.restore()
+    run_id.bind(other.run.path, run_id.read(other.run.path))
+    if segment == 1:
+        other.segment(2, step=20)
+    for step in steps:
+        other.save(step, segment=2)
+    worker = other.uploader()
+    other.copy(worker)
+
+    def mirrored() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in carried.mirror.rglob("*") if path.is_file()}
+
+    before = mirrored()
+    for step in (30, 40):
+        carried.save(step, segment=segment)
+    stale = carried.uploader() if again else stale
+    for _ in range(2):
+        with pytest.raises(MirrorError, match="another job continues this run") as refused:
+            stale.work(finish=True)
+        assert refused.value.exit == Exit.NEEDS_PERSON and mirrored() == before
+    other.save(50, segment=2)
+    other.copy(worker)
+    other.copy()  # of its next start too
+    assert other.whole()[-1] == 50
+    run_id.unbind(other.run.path)
 
 
 def test_a_restoration_that_was_cut_off(carried: Carried) -> None:

@@ -51,13 +51,14 @@ def _record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
 
 
 def push_record(
-    run: RunDir, mirror: RunMirror, own_id: str, before: list[MirroredRecord], copied: Versions
+    run: RunDir, mirror: RunMirror, own_id: str, before: list[MirroredRecord], copied: Versions, own: set[str]
 ) -> Versions:
     """Copy the record if it has changed, and keep only the two newest copies. Only one process at a time may do this.
 
     Args:
         before: the copies in the mirror, newest first.
         copied: the file versions that this process copied last.
+        own: gets the name of the new copy before that is written.
 
     Returns:
         The file versions that are copied now.
@@ -76,7 +77,9 @@ def push_record(
     made = max(
         [time.time_ns() // 10**6, *(record.made + 1 for record in before)]
     )  # newer than all, whatever the clock shows
-    mirror.put(f"record/{made:014d}-{own_id}-{entry.xxh3}.tar.zst", packed, entry)
+    name = f"{made:014d}-{own_id}-{entry.xxh3}.tar.zst"
+    own.add(name)
+    mirror.put(f"record/{name}", packed, entry)
     packed.unlink()
     mirror.remote.delete(f"record/{record.entry.name}" for record in before[1:])
     return versions

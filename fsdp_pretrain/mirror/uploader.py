@@ -27,7 +27,7 @@ from fsdp_pretrain.run.journal import Journal
 from fsdp_pretrain.run.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
-from .layout import MirroredCheckpoint, MirrorState, RunMirror
+from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import Versions, push_record
 from .restore import refuse_another
 
@@ -60,9 +60,10 @@ class Uploader:
     """
 
     def __init__(self, config: Config, run: RunDir, own_id: str, segment: int, mirror: RunMirror) -> None:
-        self._config, self._run, self._mirror = config, run, mirror
+        self._config, self._run, self._mirror, self._segment = config, run, mirror, segment
         self._journal, self._id = Journal(run, segment), own_id
         self._record_versions: Versions = {}
+        self._known_records = set[str]()  # found by the first look, or written by this process
         self._report = MirrorReport(segment=segment)
         self._reported: MirrorReport | None = None
         self._mirrored: list[Checkpoint] = []
@@ -81,6 +82,7 @@ class Uploader:
             return _LOOK_SECONDS
         state = self._mirror.look()
         refuse_another(self._run, state, self._mirror.url)
+        self._refuse_other_job(state)
         self._mirror.remote.delete(state.partial)
         waiting, nodes = self._waiting(local, state), lineage.nodes(self._run)
         on_line = [item for item in state.whole if not item.is_abandoned(nodes)]
@@ -96,11 +98,30 @@ class Uploader:
                     raise
             return 0.0
         begun = time.monotonic()
-        self._record_versions = push_record(self._run, self._mirror, self._id, state.records, self._record_versions)
+        self._push_record(state)
         took = time.monotonic() - begun  # grows with the length of the run
         self._record_due = begun + max(_RECORD_SECONDS, 10 * took)
         self._mirrored = local
         return None if finish else _LOOK_SECONDS
+
+    def _refuse_other_job(self, state: MirrorState) -> None:
+        """Raise MirrorError if another job of this run copies to the mirror, such as one restored from it while this
+        one lives: the mirror has a checkpoint of a later start, or a new copy of the record that is not its own."""
+        records = {record.entry.name for record in state.records}
+        self._known_records = self._known_records or records
+        later = max((item.manifest().segment or 0 for item in state.whole), default=0)
+        if later > self._segment or records - self._known_records:
+            what = f"checkpoints of start {later}" if later > self._segment else "a newer record, not of this job"
+            raise MirrorError(
+                f"another job continues this run: {self._mirror.url} holds {what}; this job is start {self._segment}",
+                effect="nothing more is copied: two jobs in one mirror would replace each other's checkpoints",
+                remedy="stop this job; or stop the other one, and start this one again",
+            )
+
+    def _push_record(self, state: MirrorState) -> None:
+        self._record_versions = push_record(
+            self._run, self._mirror, self._id, state.records, self._record_versions, self._known_records
+        )
 
     def report(self, **values: object) -> None:
         """Change the report, and write it if it is new."""
@@ -148,7 +169,7 @@ class Uploader:
             self._given_up.add(raw)
             self._journal.write("mirror-missed", f"{self._mirror.url} will not get it: {error.cause}", step=item.step)
             return
-        self._record_versions = push_record(self._run, self._mirror, self._id, state.records, self._record_versions)
+        self._push_record(state)
         self._mirror.put(f"{name}/{MANIFEST}", raw)
         self._sent.clear()
         size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
