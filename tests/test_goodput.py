@@ -142,6 +142,14 @@ class Script:
     def queue(self, seconds: float) -> None:
         self.spend(seconds, State.IDLE)
 
+    def pause(self, seconds: float, *, over: bool = True) -> None:
+        """`control pause` after the save in flight, which is waited for; `over`: until a request to resume or to stop."""
+        self.spend(2.0, State.STOPPING)
+        self.tell("control", step=self.step, did="pause")
+        self.spend(seconds, State.IDLE)
+        if over:
+            self.tell("control", step=self.step, did="resume")
+
     def roll_back(self, step: int, reason: str = "spike") -> None:
         parent, self.saved = self.number, step
         self.number += 1
@@ -199,6 +207,29 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     assert failure.recovery_seconds == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back.cause, back.step) == ("spike", 60)
     assert found.mtti_seconds == pytest.approx(available / 3, rel=1e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.promise("account")
+@pytest.mark.parametrize("steps", [0, 10])
+@pytest.mark.parametrize("end", ["stop", "fail", "kill", "kill unseen"])
+def test_a_pause_that_a_stop_or_a_kill_ends_is_idle(tmp_path: Path, steps: int, end: str) -> None:
+    """And no recovery. When a job died that nobody saw die, is not known: it was paused until the next launch."""
+    script = Script(tmp_path)
+    script.start()
+    script.train(steps)
+    script.pause(60.0)
+    script.pause(600.0, over=not end.startswith("kill"))
+    script.saved = script.step
+    if end == "stop":
+        script.stop()
+    elif end == "fail":
+        script.fail(93)
+    script.start(launcher="" if end == "kill unseen" else "restart")
+    script.train(5)
+    found = script.check(steps=(steps + 5) * 2.0, data=(steps + 5) * 0.1)
+    recovery = {"stop": None, "fail": 5.0 + 15.0}.get(end, 15.0) if steps else None
+    assert found.mttr_seconds == (None if recovery is None else pytest.approx(recovery, rel=1e-3))
 
 
 @pytest.mark.quick

@@ -10,9 +10,10 @@ import pytest
 from processes import CLI, ROOT
 from sight import PATIENT, steps, until
 
-from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.requests import send
 
+PAUSE = ("pause", "resume")
 LONG = {"duration": "100_000 steps", "micro_batch": 2}
 
 
@@ -91,7 +92,9 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
     found = json.loads(run_command(CLI, "goodput", run.run, "--json").stdout)
     held = sum(record["seconds"]["paused"] for record in run.metrics())
-    assert found["states"]["idle"] == pytest.approx(held) and held > 0
+    begun, over = (seconds_of([e["time"] for e in run.answers() if e.get("did") == did][-1]) for did in PAUSE)
+    assert begun is not None and over is not None and held > 0
+    assert found["states"]["idle"] == pytest.approx(held + over - begun) and over > begun
     assert sum(found["states"].values()) == pytest.approx(found["wall_seconds"])
     assert not found["incidents"]
 

@@ -123,15 +123,20 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
     incidents: list[Interruption] = []
     for before, start, after in zip([None, *history.starts], history.starts, [*history.starts[1:], None], strict=False):
         if before is not None:
-            ledger.until(_launch(history, start, before.end), State.IDLE if before.closed else State.STOPPING)
+            held = any(pause.end is None for pause in before.pauses)  # when it ended is not known, unless it is closed
+            ledger.until(_launch(history, start, before.end), State.IDLE if before.closed or held else State.STOPPING)
         ledger.until(start.connected if start.ready is None else start.ready, State.STARTING)
         _train(ledger, start, kept_steps(history.nodes, start.segment, start.steps))
+        rest = State.STARTING if start.ready is None else State.STOPPING
+        for pause in start.pauses:
+            ledger.until(pause.begin, rest)
+            ledger.until(start.end if pause.end is None else pause.end, State.IDLE)
         incident = _judge(history, start, after)
         if incident is not None:
             incidents.append(incident)
             ledger.incident = incident
         if after is not None or start.closed or start.ready is None:  # else it may still be training
-            ledger.until(start.end, State.STARTING if start.ready is None else State.STOPPING)
+            ledger.until(start.end, rest)
     return ledger, incidents
 
 

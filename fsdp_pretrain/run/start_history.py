@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,13 @@ _DECLARING = frozenset(("hang", "rank-died"))
 """Detectors whose alarms declare the end of a start."""
 
 
+class Pause(NamedTuple):
+    """A pause by `control pause`."""
+
+    begin: float  # this and the next: seconds since 1970
+    end: float | None  # None: the start ended in it, or is still paused
+
+
 @dataclass(frozen=True)
 class Start:
     """A start of the main job. Times are seconds since 1970."""
@@ -37,6 +44,7 @@ class Start:
     ready: float | None  # when the first step started, if it did
     steps: StepColumns
     saves: list[float]  # seconds that completed checkpoints took
+    pauses: list[Pause]  # those after its last recorded step; of the others, steps have the time
     end: float  # its last sign of life
     closed: bool  # it, the watchdog or the launcher recorded its end
     clean: bool  # it stopped on request, or completed the run
@@ -121,6 +129,7 @@ def _start(
         connected=connected,
         ready=ready,
         steps=steps,
+        pauses=_last_pauses(mine, steps),
         saves=[e["seconds"] for _, e in mine if e["kind"] == "checkpoint" and journal.is_whole(e)],
         end=end,
         closed=intent is not None or declared is not None,
@@ -128,6 +137,16 @@ def _start(
         code=code,
         cause=cause or "ended without reporting a reason",
     )
+
+
+def _last_pauses(mine: list[tuple[float, dict[str, Any]]], steps: StepColumns) -> list[Pause]:
+    pauses, last = list[Pause](), steps["step"][-1] if steps.count else -1
+    for time, entry in mine:
+        if entry.get("did") == "pause" and entry.get("step", -1) >= last:
+            pauses.append(Pause(time, None))
+        elif entry.get("did") == "resume" and pauses and pauses[-1].end is None:
+            pauses[-1] = Pause(pauses[-1].begin, time)
+    return pauses
 
 
 def _declares(entry: dict[str, Any]) -> bool:
