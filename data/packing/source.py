@@ -111,8 +111,8 @@ class SourceStream:
 
     def _reshuffled(self, source_index: int, generation: int, first: int, count: int) -> int:
         """The place of a sample after a reshuffle, which permutes chunks of the rest of its epoch, and each inside."""
-        begin = max(first, self.reshuffles[generation])
-        if source_index < begin:
+        begin = self.reshuffles[generation]
+        if source_index < begin or begin < first:
             return source_index
         size, left = self.lanes * ROUNDS, first + count - begin
         chunk, inside = divmod(source_index - begin, size)
