@@ -6,6 +6,7 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import tomli_w
 from processes import CLI, Run
 from sight import tree
 
+from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.lineage import annealing
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import read_metrics
 
@@ -123,6 +127,17 @@ def test_the_steps_to_come_are_counted_from_where_the_run_is(lab: Any, run_comma
         assert f"{last[0]} of {last[0]}," in run_command(CLI, "status", trained).stdout
     rates = [record["lr"] for record in helpers.metrics(new)][-6:]
     assert rates == sorted(rates, reverse=True) and len({*rates}) == 6 and rates[-1] == pytest.approx(rates[0] / 2)
+
+
+def test_a_mixture_that_would_never_begin_is_refused(lab: Any, tmp_path: Path) -> None:
+    """Inside a stage of shorter samples it can change only where a group of windows ends."""
+    train, data = {"duration": "100_000 samples"}, {"stages": [{"length": 8, "until": "64_000 samples"}]}
+    config = load(lab.config(train=train, data=data))
+    saved: Any = SimpleNamespace(cursor=1000, identity=identity(config, open_packer(config)))
+    (tmp_path / "mix.toml").write_text(f'[[sources]]\nname = "new"\npath = "{lab.corpus}"\n')
+    with pytest.raises(ConfigError, match="the mixture can change at sample 64_000, not before"):
+        annealing._sources(config, saved, tmp_path / "mix.toml", 63_000)
+    assert annealing._sources(config, saved, tmp_path / "mix.toml", 63_001)[-1]["name"] == "new"
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,19 @@ def test_the_list_of_copies_is_what_a_run_excludes(
     again = run_command(DATA, "validate", *corpora, "--against", after, *options)
     assert again.returncode == 0 and listed.read_text().splitlines() == lines
     assert open_packer(load(after))._excluded == {("web", "s0", 1), ("web", "s1", 2), ("web", "s1", 4)}
+    twice = {**data, "sources": [*sources, {**sources[0], "name": "again"}]}
+    both, of_web = (
+        lab.config("both", data=twice, eval=evaluation),
+        lab.config("of_web", data={**twice, "exclude": str(listed)}),
+    )
+    run_command(
+        DATA, "validate", corpora[0], "--against", of_web, *options[:2], "--quiet", expect=1
+    )  # learned in `again`
+    run_command(
+        DATA, "validate", corpora[0], "--against", both, "--protect", tasks, "--contamination", tmp_path / "two"
+    )
+    named = [line.split()[0] for line in (tmp_path / "two").read_text().splitlines() if line[0] != "#"]
+    assert named == ["web", "again"] * 3
     renamed = [{**sources[0], "name": "net"}, sources[1]]  # the list is of another source
     other = lab.config("other", data={**data, "sources": renamed, "exclude": str(listed)}, eval=evaluation)
     run_command(DATA, "validate", corpora[0], "--against", other, "--quiet", expect=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,18 @@ def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) 
 
 
 def _weight(source: SourceSection, pieces: Pieces) -> MixtureWeight:
-    """A source's weight by window."""
+    """A source's weight by window. Raises ConfigError if places in different units are not in order."""
     if isinstance(source.weight, list):
         points = tuple((pieces.begun_at(point.at), point.value) for point in source.weight)
     else:
         points = ((0, source.weight),)
-    stop = None if source.stop is None else pieces.begun_at(source.stop)
-    return MixtureWeight(points, pieces.begun_at(source.start), stop)
+    start, stop = pieces.begun_at(source.start), None if source.stop is None else pieces.begun_at(source.stop)
+    mixed = source.stop is not None and source.stop.unit != source.start.unit  # of one unit, they were compared before
+    if any(later < earlier for (earlier, _), (later, _) in pairwise(points)):
+        raise ConfigError(f"data.sources.{source.name}: the points of `weight` are not in order")
+    if stop is not None and (stop < start or (mixed and stop == start)):
+        raise ConfigError(f"data.sources.{source.name}: `stop` = {source.stop} is not after `start` = {source.start}")
+    return MixtureWeight(points, start, stop)
 
 
 def read_exclusions(path: Path) -> set[tuple[str, str, int]]:

@@ -124,15 +124,15 @@ def _texts(corpus: Corpus, *, quiet: bool) -> Iterator[str]:
             yield tokenizer.decode(document.tolist())
 
 
-def source_name(run: Config, directory: Path) -> str | None:
-    """The name of the run's source that is in `directory`; None if it is none."""
-    return next((source.name for source in run.data.sources if _is_at(source.path, directory)), None)
+def source_names(run: Config, directory: Path) -> list[str]:
+    """The names of the run's sources that are in `directory`."""
+    return [source.name for source in run.data.sources if _is_at(source.path, directory)]
 
 
 def check_sources(run: Config | None, directories: Sequence[Path]) -> None:
     """Raise DataError unless all directories are sources of the run, or held out: `data.exclude` needs their names."""
     others = [
-        str(path) for path in directories if run is None or not (source_name(run, path) or is_held_out(run, path))
+        str(path) for path in directories if run is None or not (source_names(run, path) or is_held_out(run, path))
     ]
     if others:
         raise DataError(
@@ -142,20 +142,22 @@ def check_sources(run: Config | None, directories: Sequence[Path]) -> None:
 
 
 def excluded_documents(run: Config, directory: Path) -> set[tuple[str, int]]:
-    """(shard, document) of what `data.exclude` of the run names in the corpus in `directory`. Raises DataError."""
+    """(shard, document) of what `data.exclude` of the run names in the corpus in `directory`, for all sources that are
+    there. Raises DataError."""
     if run.data.exclude is None:
         return set()
-    name, named = source_name(run, directory), read_exclusions(run.data.exclude)
-    return {(shard, document) for source, shard, document in named if source == name}
+    names, named = source_names(run, directory), read_exclusions(run.data.exclude)
+    of_each = [{(shard, document) for source, shard, document in named if source == name} for name in names]
+    return set.intersection(*of_each) if of_each else set()
 
 
 def write_exclusions(path: Path, run: Config, reports: Sequence[ValidationReport]) -> None:
     """Write a list for `data.exclude`: what the run's list has, then the contaminated documents of the reports."""
     lines = run.data.exclude.read_text(encoding="utf-8").splitlines() if run.data.exclude is not None else []
     for report in reports:
-        source = source_name(run, Path(report.directory))
+        names = source_names(run, Path(report.directory))
         for place in report.contaminated:
-            lines += [f"# {place}", f"{source} {place.shard} {place.document}"]
+            lines += [f"# {place}", *(f"{name} {place.shard} {place.document}" for name in names)]
     replace_file(path, "".join(line + "\n" for line in lines))
 
 

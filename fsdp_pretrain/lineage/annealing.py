@@ -79,7 +79,7 @@ def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
     }
     settings = [f"{key}={inline(value)}" for key, value in decay.items()]
     if asked.mix is not None:
-        settings.append(f"data.sources={inline(_sources(config, saved, asked.mix))}")
+        settings.append(f"data.sources={inline(_sources(config, saved, asked.mix, end - at))}")
     return settings
 
 
@@ -100,8 +100,9 @@ def rates(branch: Branch, asked: Annealing) -> list[float]:
     return [is_, schedule.lr_at((at + schedule.total) // 2), end]
 
 
-def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, Any]]:
-    """`data.sources` in which the mixture of the file begins at the checkpoint's place in the data."""
+def _sources(config: Config, saved: SavedState, path: Path, samples: int) -> list[dict[str, Any]]:
+    """`data.sources` in which the mixture of the file begins at the checkpoint's place in the data. Raises ConfigError,
+    also if no sample of the next `samples` could be of it."""
     try:
         mix = _Mix.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
@@ -110,6 +111,11 @@ def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, An
         ) from None
     pieces, news = Pieces(config.data.sequence_stages), {source.name: source for source in mix.sources}
     here, place = f"{saved.cursor} samples", pieces.begun(saved.cursor)  # `place` in windows, as the recorded plan is
+    if (begins := pieces.first_sample(place)) >= saved.cursor + samples:
+        raise ConfigError(
+            f"the mixture can change at sample {begins:_}, not before (data.stages), and the decay ends earlier",
+            remedy="choose a longer --anneal, or a checkpoint from there on",
+        )
     sources = []
     for old in config.data.sources:
         recorded = saved.identity.mixture.get(old.name)
