@@ -15,6 +15,7 @@ from fsdp_pretrain.config.model import GLMModel, GPTModel, LlamaModel
 from fsdp_pretrain.config.sections import OptimizerSection, Recompute
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.decoder import Decoder
+from fsdp_pretrain.models.layers import GeluMLP
 from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
@@ -181,9 +182,15 @@ def test_shrink_changes_the_gradient_of_the_table_and_nothing_else(values: dict[
     assert without_input["embedding.weight"].any() == (make(values).head is None)
 
 
-@pytest.mark.parametrize("values", [LLAMA, GPT, {**GPT, "dropout": 0.2}])
-def test_recomputation_changes_no_gradient(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("values", "own"), [(LLAMA, False), (GPT, False), ({**GPT, "dropout": 0.2}, False), ({**GPT, "dropout": 0.2}, True)]
+)
+def test_recomputation_changes_no_gradient(values: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`own`: with dropout in a feed-forward layer too, as a family of one's own may have it."""
     x, gradients = tokens(), []
+    if own:
+        compute = GeluMLP.compute
+        monkeypatch.setattr(GeluMLP, "compute", lambda self, x: F.dropout(compute(self, x), 0.3))
     ways: tuple[Recompute, ...] = (0, 1, 2, "feed-forward")
     for recompute in ways:
         model = make(values)

@@ -140,6 +140,7 @@ class Decoder(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, FeedForward):
                 module.recomputes = recompute == "feed-forward"
+                module.draws = self._uses_dropout
 
     def compile_parts(self) -> None:
         """Compile every block, each into one graph, and the kernels of the loss."""

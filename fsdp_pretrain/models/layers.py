@@ -65,20 +65,22 @@ class FeedForward(nn.Module, ABC):
     Attributes:
         recomputes: whether to keep only the input in training, and to compute all but the last product again in the
             backward pass.
+        draws: whether `compute` may draw random numbers, which must then be the same again.
     """
 
     recomputes = False
+    draws = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         if self.recomputes and self.training:
-            out: Tensor = checkpoint(self.compute, x, use_reentrant=False, preserve_rng_state=False)
+            out: Tensor = checkpoint(self.compute, x, use_reentrant=False, preserve_rng_state=self.draws)
             return out
         return self.compute(x)
 
     @abstractmethod
     def compute(self, x: Tensor) -> Tensor:
-        """The layer itself; draws no random numbers."""
+        """The layer itself; it may draw random numbers if the model `uses_dropout`."""
 
 
 class SwiGLU(FeedForward):
