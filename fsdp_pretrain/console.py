@@ -13,6 +13,7 @@ import argparse
 import difflib
 import errno
 import io
+import json
 import math
 import os
 import platform
@@ -251,9 +252,9 @@ def _drop_output() -> None:
 
 def as_json(value: Any, *, indent: int | None = 1) -> str:
     """`value` as JSON for others to read: null for NaN and infinity, which JSON does not have."""
-    from pydantic_core import to_json
+    from pydantic_core import to_jsonable_python
 
-    return to_json(value, indent=indent, inf_nan_mode="null").decode()
+    return json.dumps(to_jsonable_python(value, inf_nan_mode="null"), indent=indent)
 
 
 def row(name: str, text: str) -> str:

@@ -145,7 +145,7 @@ def test_a_mixture_that_would_never_begin_is_refused(lab: Any, tmp_path: Path) -
     [
         (["--anneal", "12"], None, "not a quantity with a unit"),
         (["--mix", "mix.toml"], "", "--mix: only with --anneal"),
-        (["--to", "0.5"], "", "--to: only with --anneal"),
+        (["--to", "0.5"], None, "--to: only with --anneal"),
         (["--anneal", "9 steps"], "sources = 3", "is not a mixture"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "text"\npath = "elsewhere"', "rename it"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "a"\npath = "b"\nstop = "200 samples"', "to the end of the run"),
