@@ -15,12 +15,14 @@ from laboratory import seal
 from processes import Run
 
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.loader import Loader
 from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.eval.samples import sample_losses
 from fsdp_pretrain.lineage import provenance
+from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.run.files import RunDir
 
 
@@ -210,6 +212,40 @@ def test_steps_from_before_a_corpus_was_moved(lab: Any, run_command: Run) -> Non
     assert found.loss.sum == pytest.approx(found.recorded.sum)
     shown = run_command("fsdp_pretrain.cli", "replay", run.path, "--from", 2, "--steps", 2, expect=0).stdout
     assert shown.endswith("\nequal\n")
+
+
+@pytest.mark.promise("batch-digest")
+def test_a_source_that_was_another_corpus_before_a_rollback(lab: Any, helpers: Any, tokenizer: Tokenizer) -> None:
+    """A start that was left shows its own corpus, also in the step in flight; what is not to be found is refused."""
+    old, new = (
+        helpers.corpus(lab.path / name, [[first + n % 90] * 50 for n in range(400)], tokenizer)
+        for name, first in (("old", 100), ("new", 300))
+    )
+
+    def sources(books: Path) -> list[dict[str, Any]]:
+        late = {"name": "books", "path": str(books), "weight": 3.0, "start": "40 samples"}
+        return [{"name": "text", "path": str(lab.corpus)}, late]
+
+    lab.train(
+        lab.config(data={"sources": sources(old)}, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"})
+    )
+    run = RunDir(lab.path / "run")
+
+    def samples(step: int, segment: int | None = 1) -> list[provenance.ShownSample]:
+        return provenance.describe_step(provenance.trained_step(run, step, segment), ids=True).samples
+
+    before = {step: samples(step) for step in (3, 7, 8)}
+    assert all({sample.source for sample in before[step]} == {"text", "books"} for step in (7, 8))
+    metrics = run.segment(1) / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:7]))  # as if killed in step 8
+    rollback(run, 4, changes=[f"data.sources={inline(sources(new))}"])
+    assert {step: samples(step) for step in before} == before
+    old.rename(lab.path / "gone")
+    assert samples(3, None) == before[3]  # nothing of the source was read yet
+    shutil.copytree(new, old)
+    for step, problem in ((7, "computed again it has"), (8, r"not those that it read: corpora\.books: ")):
+        with pytest.raises(DataError, match=problem):
+            samples(step)
 
 
 @pytest.mark.shows("B16")

@@ -18,12 +18,14 @@ from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, load_recorded
-from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.packing.opening import cache_use, open_packer, open_skips
 from fsdp_pretrain.data.packing.packer import Packed, Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
-from fsdp_pretrain.run import environment
+from fsdp_pretrain.remote import Location
+from fsdp_pretrain.run import environment, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import find_step, last_records, read_metrics
 from fsdp_pretrain.run.step_record import IN_FLIGHT, StepRecord
@@ -131,6 +133,7 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     world = recorded.world.size if recorded is not None and recorded.world is not None else 1
     trained = TrainedStep(step, record, replaced_by, config, packer, world)
     if isinstance(record, StepInFlight):
+        _check_corpora(run, trained)
         return trained
     digest = f"{sum(packed.digest for packed in trained.samples()) % 2**64:016x}"
     if digest != record.data_digest:
@@ -149,16 +152,50 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
 def settings_of(run: RunDir, segment: int) -> Config:
     """The configuration of a segment, with corpora and cache where the run has them now: they may have been moved.
 
-    Raises ConfigError.
+    A source keeps its path if another corpus has its name now, and its own is still there. Raises ConfigError.
     """
     config = load_recorded(run.segment(segment) / "config.toml")
     if not run.config.exists():
         return config
-    present = load_recorded(run.config).data
+    present, recorded = load_recorded(run.config).data, _fingerprints(run, segment)
     paths = {source.name: source.path for source in present.sources}
-    sources = [old.model_copy(update={"path": paths.get(old.name, old.path)}) for old in config.data.sources]
-    data = config.data.model_copy(update={"sources": sources, "cache": present.cache or config.data.cache})
-    return config.model_copy(update={"data": data})
+    data = config.data.model_copy(update={"cache": present.cache or config.data.cache})
+    config = config.model_copy(update={"data": data})
+    sources = []
+    for old in data.sources:
+        path, fingerprint = paths.get(old.name, old.path), recorded.get(old.name)
+        if path != old.path and not _is_at(path, fingerprint, config):
+            path = old.path if fingerprint is None or _is_at(old.path, fingerprint, config) else path
+        sources.append(old.model_copy(update={"path": path}))
+    return config.model_copy(update={"data": data.model_copy(update={"sources": sources})})
+
+
+def _fingerprints(run: RunDir, segment: int) -> dict[str, str]:
+    """Fingerprint of every corpus of a segment; empty if it is not recorded."""
+    recorded = state_files.view(run.segment(segment) / environment.CORPORA, environment.Corpora)
+    return {} if recorded is None else recorded.corpora
+
+
+def _is_at(path: Location, fingerprint: str | None, config: Config) -> bool:
+    """Whether the corpus with this fingerprint can be opened there."""
+    try:
+        corpus = Corpus(path, read_timeout=config.read_timeout, cache=cache_use(config))
+    except DataError:  # opening the packer tells it
+        return False
+    return corpus.manifest.fingerprint == fingerprint
+
+
+def _check_corpora(run: RunDir, step: TrainedStep) -> None:
+    """Raise DataError if the corpora are not those of the step's segment: a step in flight has no digest."""
+    recorded = _fingerprints(run, step.record.segment)
+    current = {name: corpus.manifest.fingerprint for name, corpus in step.packer.corpora.items()}
+    changed = differences({name: recorded.get(name, now) for name, now in current.items()}, current, "corpora")
+    if changed:
+        raise DataError(
+            f"the corpora of segment {step.record.segment} are not those that it read: {'; '.join(changed)}",
+            effect=f"what would be shown is not what was due in step {step.number}",
+            remedy="put the corpora back to where config.toml of the segment names them",
+        )
 
 
 def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | StepInFlight, int | None]:
