@@ -22,6 +22,7 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.eval.samples import sample_losses
 from fsdp_pretrain.lineage import provenance
+from fsdp_pretrain.lineage.fork import fork
 from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.run.files import RunDir
 
@@ -155,6 +156,22 @@ def moved(trained: Path, shared_corpus: Path, tmp_path: Path) -> Iterator[Path]:
     for config in (run / "config.toml", run / "segments/0001/config.toml"):
         config.write_text(config.read_text().replace(str(shared_corpus / "corpus"), str(tmp_path / "corpus")))
     yield run
+
+
+def test_what_is_due_next_after_a_branch(trained: Path, lab: Any) -> None:
+    """Before it trains, a fork shows what it then trains, and a rollback what is due with its settings."""
+    run = RunDir(lab.path / "fork")
+
+    def due(step: int, segment: int | None = None) -> tuple[int, list[int]]:
+        found = provenance.trained_step(run, step, segment)
+        return found.record.segment, [*found.indices]
+
+    fork(RunDir(trained), 5, run.path, skip_steps=(6, 7), changes=["train.duration=6 steps"])
+    assert due(6) == due(6, 3) == (3, [*range(84, 96)])
+    lab.train(run.config, ranks=2)
+    assert due(6) == (4, [*range(84, 96)])
+    rollback(run, 6, changes=["train.global_batch=24 samples", "train.duration=7 steps"])
+    assert due(7) == due(7, 5) == (5, [*range(96, 120)])
 
 
 def spoil_a_shard(run: Path) -> None:

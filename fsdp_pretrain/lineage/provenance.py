@@ -25,7 +25,7 @@ from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.remote import Location
-from fsdp_pretrain.run import environment, state_files
+from fsdp_pretrain.run import environment, lineage, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import find_step, last_records, read_metrics
 from fsdp_pretrain.run.step_record import IN_FLIGHT, StepRecord
@@ -205,8 +205,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | S
         for record, replaced_by in candidates:
             if record.segment == segment:
                 return record, replaced_by
-        newest = last_records(run.segment(segment))
-        if newest and (ahead := _ahead(run, newest[-1], step)):
+        if ahead := _ahead(run, segment, step):
             return ahead, None
         others = ", ".join(str(record.segment) for record, _ in candidates)
         raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
@@ -223,7 +222,8 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | S
     if first is None:
         raise ConfigError(f"{run.path} has no record of any step yet")
     (last,) = deque(read_metrics(run), maxlen=1)
-    if ahead := _ahead(run, last, step):
+    head = max((node.segment for node in lineage.nodes(run)), default=last.segment)
+    if ahead := _ahead(run, head, step):
         return ahead, None
     raise ConfigError(f"step {step} is not in the record of {run.path}, which has steps {first.step} to {last.step}")
 
@@ -238,14 +238,17 @@ def batches_after(config: Config, at: Position, count: int) -> list[dict[str, in
     return batches
 
 
-def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
-    """The step if it was in flight after the last record, else None."""
-    if not 0 < step - last.step <= IN_FLIGHT:
+def _ahead(run: RunDir, segment: int, step: int) -> StepInFlight | None:
+    """The step if it was in flight after the last record of a segment, or after its beginning if it has none."""
+    newest = last_records(run.segment(segment))
+    begun = next((node for node in lineage.nodes(run) if node.segment == segment), None)
+    last = newest[-1] if newest else begun
+    if last is None or last.consumed is None or last.cursor is None or not 0 < step - last.step <= IN_FLIGHT:
         return None
-    config = load_recorded(run.segment(last.segment) / "config.toml")
+    config = load_recorded(run.segment(segment) / "config.toml")
     for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
         if batch["step"] == step:
-            return StepInFlight(last.segment, batch["batch"], batch["cursor"])
+            return StepInFlight(segment, batch["batch"], batch["cursor"])
     return None
 
 
