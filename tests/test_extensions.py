@@ -514,6 +514,10 @@ def test_the_package_of_the_page_is_watched_and_known_by_what_it_computes(
             ["model.family = 'parallel_block:lama'", "parallel_block has no such part; the packages have parallel_block:llama",
              "optimizer.kind = 'x:y'", "add code.packages = [\"x\"]"],
         ),
+        (
+            {"code": {"packages": ["lion_lab"]}, "optimizer": {"groups": [{"match": "*", "kind": "lion_lab:lion"}]}},
+            ["`groups` have the kind lion_lab:lion, but can have adamw, muon", "it must be its `kind` too"],
+        ),
         ({"model": {**MODEL, "gian": 2.0}}, ["model.gian", "unknown key; did you mean 'model.gain'"]),
         ({"model": {**MODEL, "gain": -1.0}}, ["model.gain = -1.0", "greater than 0"]),
     ],

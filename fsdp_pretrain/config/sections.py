@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -172,6 +172,16 @@ class OptimizerSection(Section):
     def _one_curve(self) -> OptimizerSection:
         if (self.curve == "wsd") != (self.decay_length is not None):
             raise ValueError("`decay_length` is needed for curve = wsd, and belongs to no other")
+        return self
+
+    @model_validator(mode="after")
+    def _kinds_with_settings(self) -> OptimizerSection:
+        known = dict.fromkeys([*get_args(OptimizerKind), self.kind])
+        if unknown := dict.fromkeys(group.kind for group in self.groups if group.kind not in {None, *known}):
+            raise ValueError(
+                f"`groups` have the kind {', '.join(map(str, unknown))}, but can have {', '.join(known)}: a rule of "
+                "your own takes its settings from this section, so it must be its `kind` too"
+            )
         return self
 
 
