@@ -87,6 +87,20 @@ def test_they_are_those_of_an_unsharded_computation(lab: Any, helpers: Any) -> N
         assert squares**0.5 == pytest.approx(record["grad_norm"], rel=1e-5)
 
 
+def test_the_second_moment_is_that_of_the_parameters_that_have_one(lab: Any, helpers: Any) -> None:
+    """Of attention, only the biases are AdamW's, and of feed-forward layers nothing is."""
+    run = train(lab, "run", 1, model={"family": "qwen2"}, optimizer={"kind": "muon"}, **MEASURED)
+    found = dict.fromkeys(GROUPS, -math.inf)
+    for name, tensor in tensors(run, 3).items():
+        if name.endswith(".exp_avg_sq"):
+            group = group_of(name.removeprefix("optim.").removesuffix(".exp_avg_sq"), 2)
+            found[group] = max(found[group], float(tensor.max()))
+    measured = helpers.metrics(run)[2]["groups"]
+    assert {name for name, largest in found.items() if largest < 0} == {"mlp/0", "mlp/1"}
+    for name, largest in found.items():
+        assert measured[name]["second_moment_max"] == (pytest.approx(largest) if largest >= 0 else None), name
+
+
 def test_training_is_the_same_to_the_bit_without_them(lab: Any, helpers: Any) -> None:
     seen = train(lab, "seen", 2, model=DROPS, record={**MEASURED["record"], "statistics_every": "1 step"})
     blind = train(lab, "blind", 2, model=DROPS, record={"statistics_every": "0 steps"})

@@ -74,9 +74,10 @@ class GroupStatistics(Observer):
         states = self._optimizer.state_by_name()
         weights = torch.stack([_square(parameter) for parameter in self._parameters.values()]).double()
         moments = [states[name].get("exp_avg_sq") for name in self._parameters]
-        unknown = torch.full((), torch.nan, device=self._world.device)
-        largest = torch.stack([unknown if moment is None else _largest(moment) for moment in moments]).double()
-        local = torch.stack((gradients, self._by_group(weights).sum(-1), self._by_group(largest).amax(-1)))
+        none = torch.full((), -torch.inf, device=self._world.device)  # below every moment, so that it does not count
+        largest = torch.stack([none if moment is None else _largest(moment) for moment in moments]).double()
+        highest = torch.where(self._members, largest, -torch.inf).amax(-1)
+        local = torch.stack((gradients, self._by_group(weights).sum(-1), highest))
         shards = self._world.gather_shards(local)
         return torch.cat((shards[:, :2].sum(0), shards[:, 2:].amax(0)))
 
