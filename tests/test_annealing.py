@@ -129,6 +129,23 @@ def test_the_steps_to_come_are_counted_from_where_the_run_is(lab: Any, run_comma
     assert rates == sorted(rates, reverse=True) and len({*rates}) == 6 and rates[-1] == pytest.approx(rates[0] / 2)
 
 
+def test_the_rate_is_that_of_the_checkpoint_whatever_the_run_has_declared_since(
+    lab: Any, run_command: Run, helpers: Any
+) -> None:
+    run, new = lab.path / "run", lab.path / "new"
+    optimizer = {"lr": 1e-2, "curve": "constant", "warmup": "1 steps"}
+    saves = {"every": "2 steps", "keep_last": 4}
+    config = lab.config(optimizer=optimizer, train={"duration": "4 steps"}, checkpoint=saves)
+    lab.train(config)
+    lab.train(config, "optimizer.lr=2e-3", "train.duration=6 steps", flags=("--allow", "optimizer.lr"))
+    trained = {record["step"]: record["lr"] for record in helpers.metrics(run)}
+    assert trained[2] == 1e-2 and trained[6] == 2e-3
+    for step in (2, 6):
+        command = (CLI, "fork", run, "--at", step, new, "--anneal", "4 steps", "--to", "0.1", "--dry-run", "--json")
+        first, _, last = json.loads(run_command(*command, expect=0).stdout)["rates"]
+        assert first == pytest.approx(trained[step]) and last == pytest.approx(trained[step] / 10)
+
+
 def test_a_mixture_that_would_never_begin_is_refused(lab: Any, tmp_path: Path) -> None:
     """Inside a stage of shorter samples it can change only where a group of windows ends."""
     train, data = {"duration": "100_000 samples"}, {"stages": [{"length": 8, "until": "64_000 samples"}]}

@@ -14,10 +14,11 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from fsdp_pretrain.checkpoint.manifest import SavedState
-from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import SourceSection
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.mixture import MixtureWeight
 from fsdp_pretrain.data.packing.pieces import Pieces
@@ -59,16 +60,17 @@ def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
     Raises:
         UserError: there is no such checkpoint; the rate is steered otherwise behind it; the file is no mixture.
     """
-    saved = Store(run.checkpoints).find(step).train_state()
+    checkpoint = Store(run.checkpoints).find(step)
+    saved = checkpoint.train_state()
     config = overrides.apply(run.config, (), overrides.read(run))
     schedule, at = config.schedule, saved.consumed
-    values = schedule.values_at(at)
-    if not values.lr:
+    was, scale = _rate(checkpoint, at), schedule.values_at(at).lr_scale
+    if not was or not scale:
         raise ConfigError(f"the learning rate of step {step} is 0: there is nothing to decay from")
     steps = asked.length.unit == "step"  # counted from here: the run may have had another batch before
     ahead = asked.length.value if steps else schedule.batch.steps_between(at, schedule.behind(at, asked.length))
     end = schedule.batch.ahead(at, ahead)
-    peak = values.lr / values.lr_scale
+    peak = was / scale
     decay = {
         "optimizer.curve": "wsd",
         "optimizer.lr": peak,
@@ -89,7 +91,7 @@ def rates(branch: Branch, asked: Annealing) -> list[float]:
     Raises ConfigError unless the first is the run's own there, and the last its share.
     """
     at, schedule = branch.state.consumed, branch.after.schedule
-    was, is_ = branch.before.schedule.lr_at(at), schedule.values_at(at, behind=True).lr
+    was, is_ = _rate(branch.checkpoint, at), schedule.values_at(at, behind=True).lr
     end = schedule.lr_at(schedule.total)
     if abs(is_ - was) > _CLOSE * was or abs(end - asked.to * was) > _CLOSE * was:
         raise ConfigError(
@@ -98,6 +100,11 @@ def rates(branch: Branch, asked: Annealing) -> list[float]:
             remedy="fork without --anneal and set the decay yourself, or end the changes of the timeline before it",
         )
     return [is_, schedule.lr_at((at + schedule.total) // 2), end]
+
+
+def _rate(checkpoint: Checkpoint, at: int) -> float:
+    """The learning rate with which the step of a checkpoint was trained, whatever the run has changed since."""
+    return load_recorded(checkpoint.path / CONFIG, own=False).schedule.lr_at(at)
 
 
 def _sources(config: Config, saved: SavedState, path: Path, samples: int) -> list[dict[str, Any]]:
