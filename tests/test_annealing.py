@@ -21,6 +21,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.lineage import annealing
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import read_metrics
+from fsdp_pretrain.run.overrides import load_run
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,32 @@ def test_the_rate_is_that_of_the_checkpoint_whatever_the_run_has_declared_since(
         command = (CLI, "fork", run, "--at", step, new, "--anneal", "4 steps", "--to", "0.1", "--dry-run", "--json")
         first, _, last = json.loads(run_command(*command, expect=0).stdout)["rates"]
         assert first == pytest.approx(trained[step]) and last == pytest.approx(trained[step] / 10)
+
+
+def test_a_branch_decays_from_a_rate_that_the_timeline_has_set(lab: Any, run_command: Run, helpers: Any) -> None:
+    """Also from a rate that its scale does not divide exactly, and again after a rollback to its beginning. What the
+    timeline has planned behind the fork is refused."""
+    run, new = lab.path / "run", lab.path / "new"
+    optimizer = {"lr": 1e-2, "min_lr": 0.0, "curve": "constant", "warmup": "1 steps"}
+    early = [{"at": "1 steps", "optimizer": {"lr": 5e-5}}, {"at": "2 steps", "optimizer": {"lr": 2e-4}}]
+    entries = [*early, {"at": "3 steps", "optimizer": {"lr_scale": 0.7}}]
+    lab.train(lab.config(optimizer=optimizer, train={"duration": "4 steps"}, timeline=entries))
+    rate = helpers.metrics(run)[-1]["lr"]
+    assert rate == pytest.approx(1.4e-4) and rate / 0.7 != 2e-4
+    asked = ("--anneal", "3 steps", "--to", "0.5", "--json")
+    first, half, last = json.loads(run_command(CLI, "fork", run, "--at", 4, new, *asked, expect=0).stdout)["rates"]
+    assert (first, last) == (pytest.approx(rate), pytest.approx(rate / 2))
+    lab.train(new / "config.toml")
+    rates = [record["lr"] for record in helpers.metrics(new)][3:]
+    assert rates == sorted(rates, reverse=True) and [rates[0], rates[-1]] == [first, last] and first > half > last
+    run_command(CLI, "rollback", new, "--to", 4, expect=0)
+    schedule = load_run(new / "config.toml")[0].schedule
+    assert [schedule.lr_at(samples) for samples in (40, 48, 56)] == rates[1:]
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["timeline"].append({"at": "6 steps", "optimizer": {"lr_scale": 1.0}})
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    ahead = run_command(CLI, "fork", run, "--at", 4, lab.path / "other", *asked, expect=78)
+    assert "the timeline steers it" in ahead.stderr
 
 
 def test_a_mixture_that_would_never_begin_is_refused(lab: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import SourceSection
 from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.mixture import MixtureWeight
 from fsdp_pretrain.data.packing.pieces import Pieces
@@ -54,8 +55,9 @@ class Annealing:
     mix: Path | None = None
 
 
-def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
-    """The settings, as `section.key=value`, of a fork that anneals from a checkpoint.
+def changes(run: RunDir, step: int, asked: Annealing) -> tuple[list[str], list[TimelineEntry]]:
+    """The settings, as `section.key=value`, of a fork that anneals from a checkpoint, and its further timeline entries:
+    where the timeline has set the rate before, only a later entry can.
 
     Raises:
         UserError: there is no such checkpoint; the rate is steered otherwise behind it; the file is no mixture.
@@ -71,18 +73,23 @@ def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
     ahead = asked.length.value if steps else schedule.batch.steps_between(at, schedule.behind(at, asked.length))
     end = schedule.batch.ahead(at, ahead)
     peak = was / scale
-    decay = {
+    rate = {"lr": peak, "min_lr": peak * asked.to}
+    decay: dict[str, str | float] = {
         "optimizer.curve": "wsd",
-        "optimizer.lr": peak,
-        "optimizer.min_lr": peak * asked.to,
         "optimizer.decay": f"{end} samples",
         "optimizer.decay_length": f"{end - at} samples",
         "train.duration": f"{end} samples",
     }
+    entries, past = list[TimelineEntry](), [placed.entry for placed in schedule.timeline if placed.at <= at]
+    if any(key.removeprefix("optimizer.") in rate for entry in past for key, _ in entry.changes()):
+        here = {"at": f"{at} samples", "reason": "fork --anneal", "optimizer": rate}
+        entries.append(TimelineEntry.model_validate(here))
+    else:
+        decay |= {f"optimizer.{key}": value for key, value in rate.items()}
     settings = [f"{key}={inline(value)}" for key, value in decay.items()]
     if asked.mix is not None:
         settings.append(f"data.sources={inline(_sources(config, saved, asked.mix, end - at))}")
-    return settings
+    return settings, entries
 
 
 def rates(branch: Branch, asked: Annealing) -> list[float]:

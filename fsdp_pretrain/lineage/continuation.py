@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, refuse, refuse_replaced
+from fsdp_pretrain.config.resume_rules import changes, load_recorded, refuse, refuse_replaced
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.config.toml_file import inline
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer
@@ -51,10 +51,13 @@ class Branch:
         )
 
 
-def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> Branch:
+def prepare(
+    run: RunDir, request: BranchRequest, place: Sequence[str] = (), timeline: Sequence[TimelineEntry] = ()
+) -> Branch:
     """Check everything about continuing from a checkpoint.
 
-    `place`: further `section.key=value` that hold for one run directory only, and so do not persist.
+    `place`: further `section.key=value` that hold for one run directory only, and so do not persist. `timeline`:
+    further entries, which do.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -82,6 +85,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     resolved = [_absolute(text, asked) for text in request.changes]
     dropped = _left_behind(run, current, state)
     persistent = current.add(resolved, [skip] if skip else []).without(dropped)
+    persistent = persistent.model_copy(update={"timeline": (*persistent.timeline, *timeline)})
     after = overrides.apply(run.config, place, persistent, dropped)
     refuse_replaced({_key(text) for text in resolved}, after, state.consumed, "--set ")
     if after.schedule.end <= state.consumed < before.schedule.end:
@@ -97,11 +101,16 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
 
 
 def _left_behind(run: RunDir, current: Overrides, state: TrainState) -> list[TimelineEntry]:
-    """Entries of `control set` in steps after the checkpoint, to be dropped; those ahead of the run are kept."""
-    segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
+    """Entries of `control set` in steps after the checkpoint, to be dropped; those ahead of the run are kept, and that
+    with which a fork has begun there."""
+    nodes = lineage.nodes(run)
+    segments = reversed([run.segment(node.segment) for node in nodes])
     newest = next((records[-1] for path in segments if (records := last_records(path, 1 << 16))), None)
     reached = state.consumed if newest is None else newest.consumed + IN_FLIGHT * newest.batch
-    return [entry for entry in current.timeline if state.consumed <= entry.at.value < reached]
+    forks = [run.segment(node.segment) for node in nodes if node.kind == "fork" and node.consumed == state.consumed]
+    begun = load_recorded(forks[-1] / "config.toml").timeline if forks else []
+    kept = [entry for entry in begun if entry.at.value == state.consumed]
+    return [entry for entry in current.timeline if state.consumed <= entry.at.value < reached and entry not in kept]
 
 
 def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:

@@ -63,10 +63,10 @@ def fork(
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
-    annealed = [] if anneal is None else annealing.changes(parent, step, anneal)
+    annealed, entries = ([], []) if anneal is None else annealing.changes(parent, step, anneal)
     named_changes = [f"run.name={inline(_run_name(target))}", *annealed, *changes]
     request = BranchRequest(step=step, changes=named_changes, skip_steps=skip_steps)
-    branch = prepare(parent, request, place=[f"run.dir={inline(str(target))}"])
+    branch = prepare(parent, request, place=[f"run.dir={inline(str(target))}"], timeline=entries)
     report = branch.report()
     if anneal is not None:
         report = report.model_copy(update={"rates": annealing.rates(branch, anneal)})
