@@ -92,6 +92,22 @@ def test_small_models_have_the_shape_of_the_large_one(lab: Any, family: str) -> 
 
 
 @pytest.mark.quick
+def test_lengths_in_steps_of_a_ramp_are_as_much_of_a_small_run(path: Path) -> None:
+    """The steps of the target's warm-up are small ones."""
+    ramp = 'train.batch_ramp={first="16 samples",by="16 samples",duration="30_000 samples"}'
+    curve = ["curve=wsd", "warmup=60 steps", "decay=300 steps", "decay_length=100 steps"]
+    config = load(path, [ramp, *(f"optimizer.{value}" for value in curve)])
+    whole = config.schedule
+    assert whole.warmup < 60 * 512 / 8
+    for run in ladder.ladder(config, 3, Path("ladder")):
+        schedule = run.schedule
+        assert run.train.batch_ramp is None
+        for key in ("warmup", "decay_start", "decay"):
+            share = getattr(whole, key) / whole.total
+            assert getattr(schedule, key) / schedule.total == pytest.approx(share, abs=0.02), key
+
+
+@pytest.mark.quick
 def test_a_ladder_is_written_once(path: Path, target: Config, run_command: Run, tmp_path: Path) -> None:
     out = tmp_path / "ladder"
     command = ["fsdp_pretrain.cli", "plan", path, "--ladder", 4, "--out", out]

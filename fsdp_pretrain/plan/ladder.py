@@ -116,9 +116,19 @@ def _run(config: Config, model: AnyModel, share: float, factor: float, out: Path
         "checkpoint": {"every": Progress(-(-length.value // 4), "token"), "keep_every": None, "keep_last": 2},
         "eval": {"every": None, "loss_every": length, "loss_samples": config.heldout_samples},
     }
-    scaled = _scaled(config, {"token": share, "sample": share, "step": share * full / batch})
+    scaled = _scaled(_without_ramp(config), {"token": share, "sample": share, "step": share * full / batch})
     changed = {key: getattr(scaled, key).model_copy(update=values) for key, values in changes.items()}
     return parse(scaled.model_copy(update={**changed, "model": model}).to_toml())
+
+
+def _without_ramp(config: Config) -> Config:
+    """The lengths of the curve that a ramp makes of steps of several sizes, in samples instead."""
+    target, optimizer = config.schedule, config.optimizer
+    samples = {"warmup": target.warmup, "decay": target.decay, "decay_length": target.decay - target.decay_start}
+    given = {key: getattr(optimizer, key) for key in samples if config.train.batch_ramp is not None}
+    in_steps = {key for key, length in given.items() if length is not None and length.unit == "step"}
+    changed = optimizer.model_copy(update={key: Progress(samples[key], "sample") for key in in_steps})
+    return config.model_copy(update={"optimizer": changed})
 
 
 def _scaled(part: Any, by: dict[str, float]) -> Any:
