@@ -139,8 +139,9 @@ def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
         if not failures:
             continue
         step, count, reason = job.checkpoint.step, len(failures), failures[-1].reason
-        times, attempts = counted(count, "time"), counted(count, "failed attempt")
-        ended = f"was given up after {attempts}" if job.given_up else f"failed {times}"
+        ended = f"failed {counted(count, 'time')}"
+        if job.given_up:
+            ended = f"was given up after {counted(count, 'failed attempt')}"
         next_attempt = (
             f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
         )

@@ -156,7 +156,8 @@ class Health:
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
         """A rollback request that covers the incident from step `start` until now."""
         step, cursor = self._cursors[-1]
-        margin, (before, read) = limits.MARGIN, self._cursors[-min(2, len(self._cursors))]
+        before, read = self._cursors[-min(2, len(self._cursors))]
+        margin = limits.MARGIN
         batch = (cursor - read) // max(1, step - before)  # lines of the record may be missing
         earlier = (read for at, read in reversed(self._cursors) if at < start - margin)
         return RollbackRequest(
