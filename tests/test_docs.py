@@ -263,7 +263,8 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
     environment = helpers.environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for text in (re.sub(r"--rounds \d+", "--rounds 1", each) for each in long):
         ran = subprocess.run(["bash", "-c", text], cwd=quickstart, env=environment, capture_output=True, text=True)
-        assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
+        slowed = ran.returncode == 1 and "slower than the median" in ran.stdout  # the doctor of a busy machine is right
+        assert ran.returncode == 0 or slowed, f"{text}\n{ran.stdout}\n{ran.stderr}"
     assert all(any(text.startswith(begin) for text in long) for begin in LONG)
 
 

@@ -226,6 +226,7 @@ def scores(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, run_command: Run) -> None:
     """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
     pytest.importorskip("lm_eval")
@@ -240,7 +241,7 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     config = tomllib.loads(run.config.read_text())
     config["eval"] |= {"command": command}
     run.config.write_text(tomli_w.dumps(config))
-    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0)
+    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0, timeout=600)
     (published,) = run.path.glob("evals/step-*/*/results.json")
     run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json", expect=0)
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
