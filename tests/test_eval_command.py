@@ -241,7 +241,7 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     config = tomllib.loads(run.config.read_text())
     config["eval"] |= {"command": command}
     run.config.write_text(tomli_w.dumps(config))
-    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0, timeout=600)
+    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0)
     (published,) = run.path.glob("evals/step-*/*/results.json")
     run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json", expect=0)
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
