@@ -34,6 +34,9 @@ from .results import EvaluationError, RefusedError, Results
 Evaluate = Callable[[Work], Evaluated | None]
 """Evaluates a claimed job, see `attempt.evaluate_job`."""
 
+_NICENESS = 19
+"""Of a worker beside training: it takes what the ranks leave."""
+
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
     """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision.
@@ -211,7 +214,7 @@ def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
     make_directory(run.evals)
     return start_module(
         *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
-        nice=19,
+        nice=_NICENESS,
         environment={"OMP_NUM_THREADS": "1"},
         log=run.evals / "log",
         stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
 CALM = False
 """`watchdog.pace` for runs without slowdowns: a busy machine slows steps now and then."""
 PATIENCE = 400.0
-"""Timeout in seconds for what takes a few: the machine may be busy, and evaluations run at nice 19."""
+"""Timeout in seconds for what takes a few: the machine may be busy."""
 
 
 def family(pid: int) -> list[int]:

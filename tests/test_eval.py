@@ -204,8 +204,11 @@ def test_mistakes(trained: Path, run_command: Run, arguments: list[str], expecte
 
 
 @pytest.mark.promise("evaluation-harmless")
-def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any, run_command: Run) -> None:
+def test_the_trainer_starts_evaluations_and_does_not_wait(
+    lab: Any, helpers: Any, run_command: Run, constants: Any
+) -> None:
     """Beside training, without delaying or changing it; a due checkpoint outlives retention until it is evaluated."""
+    constants("fsdp_pretrain.eval.jobs", _NICENESS=0)  # on a full machine it would never get its turn
     common = {"train": {"duration": "30 steps"}, "checkpoint": {"every": "5 steps", "keep_last": 2}}
     scheduled = {"every": "15 steps", "heldout": str(lab.heldout), "limit": 3}
     lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
@@ -219,7 +222,8 @@ def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any
 
 
 @pytest.mark.promise("evaluation-harmless")
-def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any) -> None:
+def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any, constants: Any) -> None:
+    constants("fsdp_pretrain.eval.jobs", _NICENESS=0)  # on a full machine it would never get its turn
     crashing = {"command": "echo broken; exit 3", "heldout": str(lab.heldout), "attempts": 1}
     lab.train(lab.config(eval={"every": "10 steps", **crashing}), ranks=2)
     run = lab.path / "run"
