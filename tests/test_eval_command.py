@@ -239,7 +239,7 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
         f'--tasks "$EVAL_TASKS" --heldout {heldout} --limit 2 --out "$EVAL_RESULTS"'
     )
     config = tomllib.loads(run.config.read_text())
-    config["eval"] |= {"command": command}
+    config["eval"] |= {"command": command, "every": "2 steps"}  # one evaluation: the folder is exported once
     run.config.write_text(tomli_w.dumps(config))
     run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0)
     (published,) = run.path.glob("evals/step-*/*/results.json")
