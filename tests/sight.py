@@ -18,7 +18,7 @@ PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
 """For runs without hangs: a busy machine may stop all ranks for some seconds."""
 CALM = False
 """`watchdog.pace` for runs without slowdowns: a busy machine slows steps now and then."""
-PATIENCE = 400.0
+PATIENCE = 180.0
 """Timeout in seconds for what takes a few: the machine may be busy."""
 
 

@@ -226,7 +226,6 @@ def scores(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, run_command: Run) -> None:
     """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
     pytest.importorskip("lm_eval")

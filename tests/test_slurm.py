@@ -19,7 +19,7 @@ from slurm import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NOISE = r"Traceback|FAILED|Root Cause|closing signal|^error|exitcode"
-LONG = 2 * PATIENCE
+LONG = 4 * PATIENCE
 
 
 @pytest.fixture(scope="module")
