@@ -214,12 +214,13 @@ def test_a_source_that_turns_bad_is_named(config: Config, name: str, rise: float
     assert all(finding.resolved for _, finding in more)  # its best of 512 steps is that of the new level by then
 
 
-def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config) -> None:
-    """A higher learning rate, for example."""
+@pytest.mark.parametrize(("others", "is_named"), [(0.5, False), (0.4, False), (0.2, True)])
+def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config, others: float, is_named: bool) -> None:
+    """A higher learning rate, for example. A source that rises more than twice as much as the others is named."""
     losses = by_source(2, 6_000)
-    for values in losses.values():
-        values[4_000:] += 0.5
-    assert not judge_sources(config, losses)
+    for name, values in losses.items():
+        values[4_000:] += 0.5 if name == "web" else others
+    assert {finding.key for _, finding in judge_sources(config, losses)} == ({"loss/source/web"} if is_named else set())
 
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(250_000, marks=pytest.mark.slow)])

@@ -323,6 +323,7 @@ def test_a_fork_lives_without_its_parent(
     assert (new / weights).stat().st_ino == (run / weights).stat().st_ino
     assert [r["step"] for r in helpers.metrics(new)] == list(range(1, 13))
     assert helpers.journal(new, "fork")[0]["parent"] == str(run) and (new / "tokenizer").is_dir()
+    assert helpers.journal(new)[:-1] == helpers.journal(run)
     (link := lab.path / "link").symlink_to(lab.path / "nowhere")
     for taken in (new, link):
         assert "exists already" in run_command(CLI, "fork", run, "--at", 12, taken, expect=78).stderr
