@@ -113,7 +113,7 @@ def _open(evaluated: EvaluatedModel, section: EvalSection, world: World | None) 
 
 
 def _probe(adapter: CheckpointLM, evaluated: EvaluatedModel, section: EvalSection) -> Probed:
-    """Run the separator probe. Raises RefusedError, DataError."""
+    """Run the separator probe. Raises RefusedError."""
     texts = read_heldout(section.heldout) if section.heldout is not None else []
     if section.limit is not None:
         texts = texts[: max(1, ceil(len(texts) * section.limit)) if section.limit < 1 else int(section.limit)]

@@ -32,6 +32,13 @@ class SampleLoss(ShownSample):
     count: int
     mean: float | None
 
+    @property
+    def height(self) -> float:
+        """The mean, to sort by: what is not finite is highest, and a sample without targets lowest."""
+        if self.mean is not None:
+            return self.mean
+        return math.inf if self.count else -math.inf
+
 
 class StepLosses(BaseModel):
     """The losses of a step."""
@@ -41,7 +48,7 @@ class StepLosses(BaseModel):
     checkpoint: int  # step of the checkpoint whose parameters were used
     loss: LossSum  # loss of the whole batch with these parameters
     recorded: LossSum  # loss of the whole batch as recorded in training
-    samples: list[SampleLoss]  # the losses of the samples, highest first
+    samples: list[SampleLoss]  # the losses of the samples, highest first: one that is not finite before all others
 
 
 def sample_losses(
@@ -83,7 +90,7 @@ def sample_losses(
         checkpoint=chosen.step,
         loss=LossSum(sum=number(total), count=count),
         recorded=step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0),
-        samples=sorted(samples, key=lambda row: math.inf if row.mean is None else -row.mean),
+        samples=sorted(samples, key=lambda sample: -sample.height),
     )
 
 
@@ -131,7 +138,8 @@ def render(losses: StepLosses, *, top: int) -> str:
         f"mean loss {losses.loss.mean:.4f}; recorded in training: {losses.recorded.mean:.4f}"
     ]
     for sample in losses.samples[:top]:
-        mean = "unknown" if sample.mean is None else f"{sample.mean:.4f}"
+        unknown = "not finite" if sample.count else "no targets"
+        mean = unknown if sample.mean is None else f"{sample.mean:.4f}"
         lines.append(f"sample {sample.index}: {mean}, rank {sample.rank}, source {sample.source}")
         lines += [line for piece in sample.pieces[:3] for line in piece.lines()]
         lines += [f"  and {len(sample.pieces) - 3} more"] if len(sample.pieces) > 3 else []

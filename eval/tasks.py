@@ -18,6 +18,7 @@ from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.data.text.inputs import read_texts
 from fsdp_pretrain.errors import DataError
 
+from . import sample_files
 from .results import RefusedError
 from .separators import NAME
 
@@ -30,12 +31,15 @@ _FEWSHOT_SEED = 1234
 
 
 def read_heldout(path: Path) -> list[str]:
-    """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises DataError."""
+    """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises RefusedError."""
     if not path.is_file():
-        raise DataError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
-    texts = [text for text in read_texts(path) if text.strip()]
+        raise RefusedError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
+    try:
+        texts = [text for text in read_texts(path) if text.strip()]
+    except DataError as error:
+        raise RefusedError(error.cause, error.effect, error.remedy) from error
     if not texts:
-        raise DataError(f"{path} holds no documents")
+        raise RefusedError(f"{path} holds no documents")
     return texts
 
 
@@ -45,8 +49,8 @@ def load_tasks(section: EvalSection) -> dict[str, Any]:
     Few-shot examples and options of generating answers are set as by lm-eval's own command line.
 
     Raises:
-        RefusedError: a task or a directory does not exist, or a task lacks its documents.
-        DataError: the held-out file cannot be used.
+        RefusedError: a task or a directory does not exist, a task lacks its documents, or the held-out file cannot be
+            used.
     """
     names, include = [name for name in section.tasks if name != NAME], section.include
     if not names:
@@ -165,7 +169,7 @@ def _bits_per_byte(texts: list[str]) -> dict[str, Any]:
 def _choice(texts: list[str]) -> dict[str, Any]:
     questions = choice_questions(texts)
     if not questions:
-        raise DataError("the held-out documents are too few or too short for heldout_choice")
+        raise RefusedError("the held-out documents are too few or too short for heldout_choice")
     # Some passages are likely after any context: acc_mutual_info subtracts that.
     metrics = ("acc_mutual_info", "acc")
     return _task(
@@ -218,8 +222,9 @@ def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     for task, metrics in results.items():
         for key, value in metrics.items():
             name, _, filter_name = key.partition(",")
+            metric = name.removesuffix("_stderr")
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and filter_name and (math.isfinite(value) or not name.endswith("_stderr")):
-                label = name if filter_name == "none" else f"{name}/{filter_name}"
-                table.setdefault(task, {})[label] = float(value)
+            if is_number and filter_name and (math.isfinite(value) or metric == name):
+                full = sample_files.label(metric, filter_name) + name[len(metric) :]
+                table.setdefault(task, {})[full] = float(value)
     return table

@@ -125,7 +125,17 @@ def _check(package: str, extension: Any) -> None:
         )
     problems = []
     for kind, key in CHOOSES.items():
-        for name, part in getattr(extension, kind).items():
+        parts_of_kind = getattr(extension, kind)
+        if not isinstance(parts_of_kind, Mapping):
+            problems.append(f"{kind} is a {type(parts_of_kind).__name__}, not a mapping of names to parts")
+            continue
+        for name, part in parts_of_kind.items():
+            if not isinstance(part, Part):
+                problems.append(f"{kind} {name!r} is no `Part(settings, code)`")
+                continue
+            if not (isinstance(part.settings, type) and issubclass(part.settings, BaseModel)):
+                problems.append(f"{kind} {name!r}: its settings are no class of pydantic")
+                continue
             known = part.settings.model_fields.get(key)
             if known is None or get_args(known.annotation) != (f"{package}:{name}",):
                 wanted = f'{key}: Literal["{package}:{name}"]'

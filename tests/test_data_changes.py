@@ -134,14 +134,17 @@ def test_another_list_at_the_same_place_is_declared(lab: Any, helpers: Any) -> N
     shard, listed = Corpus(lab.corpus).manifest.shards[0].name, lab.path / "bad.txt"
     config = lab.config(data={"exclude": str(listed)}, optimizer={"decay": "20 steps"})
 
-    def train(documents: list[int], steps: int, *allowed: str, expect: int = 0, **more: Any) -> str:
+    def train(documents: list[int], steps: int, *allowed: str, expect: int = 0, also: str = "", **more: Any) -> str:
         listed.write_text("".join(f"text {shard} {document}\n" for document in documents))
-        return str(lab.train(config, f"train.duration={steps} steps", flags=allowed, expect=expect, **more))
+        values = [f"train.duration={steps} steps", *([also] if also else [])]
+        return str(lab.train(config, *values, flags=allowed, expect=expect, **more))
 
     train([1, 2], 10)
     train([2, 1], 12)
     refused = train([1, 3], 14, expect=78)
     assert f"data.exclude: {listed} names other documents" in refused and "--allow data.exclude" in refused
+    another = {"also": "optimizer.weight_decay=0.05", "expect": 78}
+    assert "names other documents" in train([1, 3], 14, "--allow", "optimizer.weight_decay", **another)
     train([1, 3], 14, "--allow", "data.exclude")
     train([1, 3], 16)
     assert "names other documents" in helpers.journal(lab.path / "run", "resume")[1]["text"]

@@ -21,11 +21,13 @@ from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.data.packing.objectives import Specials
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.eval import scorer
+from fsdp_pretrain.eval.attempt import guarded
 from fsdp_pretrain.eval.checkpoints import EvaluatedModel
 from fsdp_pretrain.eval.evaluation import evaluate
 from fsdp_pretrain.eval.harness import CheckpointLM, answer_limits
+from fsdp_pretrain.eval.samples import SampleLoss
 from fsdp_pretrain.eval.scorer import Prompt
-from fsdp_pretrain.eval.tasks import choice_questions, read_heldout, scores
+from fsdp_pretrain.eval.tasks import choice_questions, load_tasks, read_heldout, scores
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import materialise
 
@@ -61,7 +63,39 @@ def test_there_are_no_questions_without_four_different_passages(texts: list[str]
 
 def test_scores_are_named_after_metric_and_filter() -> None:
     row: dict[str, Any] = {"acc,none": 1, "acc_stderr,none": "N/A", "f1,strict": 0.5, "alias": "t", "ok,none": True}
-    assert scores({"t": row, "empty": {"alias": "e"}}) == {"t": {"acc": 1.0, "f1/strict": 0.5}}
+    row |= {"f1_stderr,strict": 0.25, "exact,none": 0.0, "exact_stderr,none": 0.125, "em_stderr,strict": math.nan}
+    assert scores({"t": row, "empty": {"alias": "e"}}) == {
+        "t": {"acc": 1.0, "f1/strict": 0.5, "f1/strict_stderr": 0.25, "exact": 0.0, "exact_stderr": 0.125}
+    }
+
+
+@pytest.mark.parametrize("content", [None, "", '{"text": "short"}\n', "no JSON\n"])
+def test_a_heldout_file_that_cannot_be_used_is_no_failed_attempt(tmp_path: Path, content: str | None) -> None:
+    """It is refused whatever the checkpoint, so that no checkpoint is given up for it."""
+    path = tmp_path / "heldout.jsonl"
+    if content is not None:
+        path.write_text(content)
+    section = EvalSection.model_validate({"heldout": str(path), "tasks": ["heldout_choice"]})
+
+    failure = guarded(lambda: load_tasks(section), tmp_path, 600.0)  # type: ignore[arg-type, return-value]
+    assert failure is not None and failure.refused
+
+
+def test_a_sample_whose_loss_is_not_finite_is_shown_first() -> None:
+    """And one without targets last."""
+    means = [None, 1.0, 3.0, None, 2.0]
+    place = {"length": 512, "rank": 0, "micro_batch": 0, "source": "text", "epoch": 0, "pieces": []}
+    made = [
+        SampleLoss(index=index, sum=mean, count=0 if index == 3 else 512, mean=mean, **place)
+        for index, mean in enumerate(means)
+    ]
+    ordered = sorted(made, key=lambda sample: -sample.height)
+    assert [sample.index for sample in ordered] == [0, 2, 4, 1, 3]
+
+
+def test_a_task_of_ones_own_may_have_any_name() -> None:
+    section = EvalSection.model_validate({"tasks": ["heldout_math", "heldout_bpb", "separator_probe"]})
+    assert section.bundled_tasks == ["heldout_bpb", "separator_probe"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +233,6 @@ def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) 
     assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_prompt_of_a_broken_model_is_answered(broken: float) -> None:
     """With its likeliest token: the scores of the same evaluation tell what is wrong."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -532,16 +533,41 @@ def test_mistakes(lab: Any, run_command: Run, packages: Path, changes: dict[str,
 
 
 @pytest.mark.quick
-def test_sections_must_have_the_names_of_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("families", "message"),
+    [
+        ("{'own': Part(LlamaModel, code='a:b')}", r'LlamaModel must have the key family: Literal\["wrong_lab:own"\]'),
+        ("{'own': LlamaModel}", r"families 'own' is no `Part\(settings, code\)`"),
+        ("[Part(LlamaModel, code='a:b')]", "families is a list, not a mapping"),
+        ("{'own': Part(Extension, code='a:b')}", "families 'own': its settings are no class of pydantic"),
+    ],
+)
+def test_sections_must_have_the_names_of_their_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, families: str, message: str
+) -> None:
     (tmp_path / "wrong_lab.py").write_text(
         "from fsdp_pretrain.config.model import LlamaModel\nfrom fsdp_pretrain.extensions import Extension, Part\n"
-        "extension = Extension(families={'own': Part(LlamaModel, code='wrong_lab:None')})\n"
+        f"extension = Extension(families={families})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r'families .own.: LlamaModel must have the key family: Literal\["wrong_lab:own"\]'
-    ):
+    monkeypatch.delitem(sys.modules, "wrong_lab", raising=False)
+    with pytest.raises(ConfigError, match=message):
         extensions.load(["wrong_lab"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fsdp_pretrain"], "there is a package of this name already"),
+        (["json"], "there is a package of this name already"),
+        (["mylab", "--minimal"], "write different things"),
+    ],
+)
+def test_init_writes_no_package_that_hides_another(
+    run_command: Run, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert message in run_command(CLI, "init", tmp_path / "new", "--extension", *arguments, expect=78).stderr
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.quick

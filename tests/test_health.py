@@ -20,11 +20,12 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health import limits
-from fsdp_pretrain.health.auto_rollback import roll_back
+from fsdp_pretrain.health.auto_rollback import roll_back, was_blamed_on_device
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health
 from fsdp_pretrain.health.rules import SourceLossRule
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.replica_check import checksums, compare
+from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import NotesOnlyRecorder
 from fsdp_pretrain.run.step_record import HealthFinding, LossSum, StepRecord
@@ -214,7 +215,7 @@ def test_a_source_that_turns_bad_is_named(config: Config, name: str, rise: float
     assert all(finding.resolved for _, finding in more)  # its best of 512 steps is that of the new level by then
 
 
-@pytest.mark.parametrize(("others", "is_named"), [(0.5, False), (0.4, False), (0.2, True)])
+@pytest.mark.parametrize(("others", "is_named"), [(0.5, False), (0.3, False), (0.2, True)])
 def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config, others: float, is_named: bool) -> None:
     """A higher learning rate, for example. A source that rises more than twice as much as the others is named."""
     losses = by_source(2, 6_000)
@@ -486,6 +487,18 @@ def test_budgets(tmp_path: Path, key: str, before: list[tuple[str, int, int]], r
     with pytest.raises(NumericError, match=refused) as caught:
         roll_back(run, asked, NotesOnlyRecorder(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("step", "repeats", "blamed"),
+    [(5_500, False, True), (4_500, False, True), (5_501, False, False), (5_000, True, False)],
+)
+def test_a_device_is_blamed_only_once_near_a_step(tmp_path: Path, step: int, repeats: bool, blamed: bool) -> None:
+    run = RunDir(tmp_path)
+    journal.add(run, "health-again", "repeated", step=step, repeats=repeats)
+    request = RollbackRequest("loss/not-finite", "NaN", 5_000, 5_000, 0, 10, 4_950)
+    assert was_blamed_on_device(run, request) == blamed
 
 
 @pytest.mark.parametrize(("every", "ends"), [(2, 499 + 100), (1, 450 + 100)], ids=["mixed", "all"])

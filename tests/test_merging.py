@@ -45,6 +45,8 @@ def trained(module_lab: Any) -> Path:
     )
     module_lab.train(config, ranks=4)
     run: Path = module_lab.path / "trained"
+    saved = Store(run / "checkpoints")
+    assert [saved.find(step).manifest().final for step in (30, 40)] == [False, True]
     return run
 
 

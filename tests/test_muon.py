@@ -52,13 +52,17 @@ def test_the_iteration(shape: tuple[int, int]) -> None:
 
 @pytest.mark.promise("muon-once")
 @pytest.mark.parametrize(
-    "mesh",
-    [(2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(1, 1), (1, 2), (2, 4), (4, 2)])],
+    ("mesh", "scale"),
+    [
+        ((2, 2), "rms"),
+        ((1, 1), "spectral"),
+        *(pytest.param(mesh, "rms", marks=pytest.mark.slow) for mesh in [(1, 1), (1, 2), (2, 4), (4, 2)]),
+    ],
     ids=str,
 )
-def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path) -> None:
+def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], scale: str, lab: Any, tmp_path: Path) -> None:
     """Matrices of blocks as in NumPy; everything else as AdamW on one process; replicas alike to the bit."""
-    path, out = lab.config(model=SMALL), tmp_path / "parameters.pt"
+    path, out = lab.config(model=SMALL, optimizer={"update_scale": scale}), tmp_path / "parameters.pt"
     python(muon_ranks.__file__, *mesh, path, out, timeout=100)
     found, config = torch.load(out), load(path)
     model = fsdp.materialise(models.build(config.model), config.run.seed, torch.device("cpu"))
@@ -83,7 +87,9 @@ def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path
             gradient = muon_ranks.gradient(name, weights.shape, step).double().numpy() / muon_ranks.divisor(step)
             momentum = 0.95 * momentum + 0.05 * gradient
             ahead = 0.05 * gradient + 0.95 * momentum
-            update = 0.2 * math.sqrt(max(weights.shape)) * reference(ahead)
+            rows, columns = weights.shape
+            factor = 0.2 * math.sqrt(max(weights.shape)) if scale == "rms" else math.sqrt(max(1.0, rows / columns))
+            update = factor * reference(ahead)
             weights = weights * (1 - muon_ranks.LR * section.weight_decay) - muon_ranks.LR * update
         np.testing.assert_allclose(found[name].numpy(), weights, atol=1e-6, err_msg=name)
 

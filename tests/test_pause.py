@@ -10,6 +10,7 @@ import pytest
 from processes import CLI, ROOT
 from sight import PATIENT, steps, until
 
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.requests import send
 
@@ -89,6 +90,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert f"all ranks save and stop after step {last}, because: done" in run.control("stop", "--reason", "done")
     assert job.wait() == [75, 75], job.output()
     assert steps(run.run) == last == helpers.journal(run.run, "checkpoint")[-1]["step"]
+    assert not Store(run.run / "checkpoints").find(last).manifest().final
     assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
     found = json.loads(run_command(CLI, "goodput", run.run, "--json").stdout)
     held = sum(record["seconds"]["paused"] for record in run.metrics())

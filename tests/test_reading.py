@@ -22,6 +22,7 @@ from sight import until
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.files import reading
+from fsdp_pretrain.data.corpus.reading import CorpusReads
 from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
 from fsdp_pretrain.data.corpus.writing import write_corpus
 from fsdp_pretrain.data.packing.loader import Loader
@@ -146,6 +147,13 @@ def test_storage_that_must_be_asked_gives_the_same_samples(
     packer = open_packer(corpus)
     assert (packed(packer), packed(packer)) == expected
     assert packer.corpora["a"].reads.take_times().reads > 320
+
+
+@pytest.mark.quick
+def test_reads_are_counted() -> None:
+    reads = CorpusReads(60.0)
+    assert [reads.read(Path(name), name.upper) for name in "abc"] == ["A", "B", "C"]
+    assert (reads.take_times().reads, reads.take_times().reads) == (3, 0)
 
 
 @pytest.mark.quick

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
+from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
 
@@ -58,6 +60,8 @@ def init(args: argparse.Namespace) -> int:
 
     directory: Path = args.directory
     if args.extension is not None:
+        if args.minimal:
+            raise ConfigError("--extension and --minimal write different things", effect="nothing was written")
         return _write_extension(directory, args.extension)
     if args.minimal:
         directory.mkdir(parents=True, exist_ok=True)
@@ -91,6 +95,13 @@ def _write_extension(directory: Path, name: str) -> int:
 
     if not name.isidentifier() or iskeyword(name):
         raise ConfigError(f"--extension {name}: not a name of a Python package", remedy="letters, digits and _")
+    found = None if name in sys.modules else find_spec(name)
+    if name in sys.modules or (found is not None and found.origin is not None):
+        raise ConfigError(
+            f"--extension {name}: there is a package of this name already",
+            effect="yours would be imported in its place",
+            remedy="choose another name",
+        )
     template = STARTER / "extension"
     sources = sorted(template.rglob("*.py"))
     files = {directory / str(path.relative_to(template)).replace(_EXTENSION, name): path for path in sources}

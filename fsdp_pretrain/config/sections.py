@@ -347,7 +347,7 @@ class EvalSection(Section):
     @property
     def bundled_tasks(self) -> list[str]:
         """The tasks that are made from `heldout`."""
-        return [task for task in self.tasks if task.startswith("heldout_") or task == "separator_probe"]
+        return [task for task in self.tasks if task in ("heldout_bpb", "heldout_choice", "separator_probe")]
 
 
 class RecordSection(Section):
