@@ -90,6 +90,7 @@ def run_program(
     text: bytes | None = None,
     output: int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
+    spare_children: bool = False,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program in its own session, then kill what remains of it and its children.
 
@@ -99,6 +100,7 @@ def run_program(
         text: standard input.
         output: destination of standard output; `subprocess.PIPE` captures it in the result.
         environment: all its variables; None: those of this process.
+        spare_children: whether processes that it left behind may finish if its exit status is 0.
 
     Raises:
         NoAnswerError: it took too long.
@@ -112,19 +114,20 @@ def run_program(
         env=environment,
         start_new_session=True,
     )
-    return _finish(process, seconds, text)
+    return _finish(process, seconds, text, spare_children=spare_children)
 
 
 def _finish(
-    process: subprocess.Popen[bytes], seconds: float, text: bytes | None = None
+    process: subprocess.Popen[bytes], seconds: float, text: bytes | None = None, *, spare_children: bool = False
 ) -> subprocess.CompletedProcess[bytes]:
     try:
         output, errors = process.communicate(text, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise NoAnswerError from None
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if not (spare_children and process.returncode == 0):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_REAP_SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -221,7 +221,8 @@ def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config, 
     losses = by_source(2, 6_000)
     for name, values in losses.items():
         values[4_000:] += 0.5 if name == "web" else others
-    assert {finding.key for _, finding in judge_sources(config, losses)} == ({"loss/source/web"} if is_named else set())
+    early = {finding.key for step, finding in judge_sources(config, losses) if step < 4_200}
+    assert early == ({"loss/source/web"} if is_named else set())
 
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(250_000, marks=pytest.mark.slow)])

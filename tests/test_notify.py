@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 from endpoint import SECRET, Endpoint
+from laboratory import tiny
 from sight import until
 
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
+from fsdp_pretrain.watchdog.leader import Leader
 from fsdp_pretrain.watchdog.notify import channels, notifier
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
 from fsdp_pretrain.watchdog.notify.message import MessageSender, make_message
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
 
@@ -230,6 +235,41 @@ def test_a_command_has_ten_seconds_and_its_children_with_it(
     hook.write_text("#!/bin/sh\nexit 3\n")
     watch.until(lambda: "exit status 3" in next(a for a in watch.alarms if a.key == "notify/command").summary)
     watch.notifier.close()
+
+
+def test_what_a_command_left_running_may_finish(quick: None, tmp_path: Path) -> None:
+    """As `mail`, which leaves the delivery to a child."""
+    (hook := tmp_path / "hook").write_text(f"#!/bin/sh\n(sleep 0.5; touch {tmp_path}/delivered) &\n")
+    hook.chmod(0o755)
+    watch = Watch(tmp_path, {}, command=[str(hook)])
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: told(tmp_path, "command"))
+    watch.notifier.close()
+    until((tmp_path / "delivered").exists)
+
+
+def test_channels_that_work_again_or_are_not_used_any_more_have_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start on, and no message says otherwise."""
+    run, key = RunDir(tmp_path / "run"), "notify"
+    run.new_segment()
+
+    def opened(**tables: Any) -> list[str]:
+        config = Config.model_validate(tiny("x", run.path, "/nowhere", watchdog={"notify": tables}))
+        leader = Leader(config, RankMonitor(range(1), run.path / "pages", os.getpid()), 1)
+        leader.end_pass([])
+        leader.close()
+        return leader.alarms.open_keys()
+
+    assert opened(webhook=True, slack=True) == [key]
+    known = Alarms(alarms_file(run), lambda _: None)
+    known.open("notify/slack", Severity.WARN, "messages do not get through: 503")
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\necho $WD_KEY $WD_STATE >>{tmp_path}/heard\n")
+    hook.chmod(0o755)
+    assert opened(command=[str(hook)]) == []
+    assert not (tmp_path / "heard").exists() or "open" not in (tmp_path / "heard").read_text()
 
 
 @pytest.mark.parametrize(

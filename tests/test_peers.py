@@ -105,6 +105,7 @@ def test_sides_take_turns_and_one_that_fails_ends_no_other(
 
 
 def test_what_others_do_not_compute_is_refused(lab: Any, run_command: Any) -> None:
-    overrides = ("data.attention=document", "parallel.recompute=1")
+    overrides = ("data.attention=document", "parallel.recompute=1", "optimizer.kind=muon")
     done = run_command("fsdp_pretrain.bench", lab.config(), *overrides, "--peers")
-    assert done.returncode == 78 and "data.attention = document, parallel.recompute" in done.stderr
+    named = "data.attention = document, parallel.recompute, optimizer.kind = muon"
+    assert done.returncode == 78 and named in done.stderr

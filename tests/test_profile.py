@@ -6,10 +6,16 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from processes import CLI, Run
+
+from fsdp_pretrain.job.profiling import StepProfiler
+from fsdp_pretrain.parallel.mesh import SingleProcess
+from fsdp_pretrain.run.requests import Request
+from fsdp_pretrain.train.observer import AgreedActions
 
 
 def events(path: Path) -> list[str]:
@@ -41,6 +47,7 @@ def test_two_ranks_trace_the_same_steps_and_no_number_changes(
     helpers.wait_for(lambda: helpers.metrics(run))
     assert "ranks 0 to 1" in run_command(CLI, "profile", run, "--ranks", "0,2", expect=78).stderr
     run_command(CLI, "profile", run, "--steps", 21, expect=78)
+    assert "ends with step 24" in run_command(CLI, "profile", run, "--at", 25, expect=78).stderr
     assert "perfetto" in run_command(CLI, "profile", run, "--steps", 2, "--at", 20, "--ranks", "0,1", expect=0).stdout
     held.touch()
     assert job.wait() == [0, 0]
@@ -70,3 +77,44 @@ def test_storage_that_fails_loses_the_trace_and_nothing_else(
     assert job.wait() == [0]
     (failed,) = helpers.journal(run, "profile-failed")
     assert "no trace was written" in failed["text"] and len(helpers.losses(run)) == 24
+
+
+class TwoRanks(SingleProcess):
+    """Rank 0 of two, of which the other is as `busy` as its writer."""
+
+    busy = False
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.busy]
+
+
+@pytest.fixture
+def profiler() -> Any:
+    """Of one rank, with what it reports in `told`, asked to trace the steps 3 and 4."""
+    told = list[tuple[str, str]]()
+    world = TwoRanks()
+    recorder = SimpleNamespace(event=lambda kind, text: told.append((kind, text)))
+    made = StepProfiler(SimpleNamespace(world=world, recorder=recorder))  # type: ignore[arg-type]
+    made.ask(Request(verb="profile", steps=2, ranks=[0], by="me"))
+    return SimpleNamespace(profiler=made, world=world, told=told)
+
+
+def test_ranks_agree_whether_a_trace_is_still_being_written(profiler: Any) -> None:
+    """On any of them: else some would trace, and others refuse."""
+    profiler.world.busy = True
+    profiler.profiler.between_steps(AgreedActions(step=1, profile=True))
+    assert [kind for kind, _ in profiler.told] == ["profile-failed"] and profiler.profiler.beside(3) == []
+
+
+@pytest.mark.parametrize("fails_at", [3, 4])
+def test_a_profiler_that_fails_loses_the_trace_and_nothing_else(profiler: Any, fails_at: int) -> None:
+    profiler.profiler.between_steps(AgreedActions(step=1, profile=True))
+    for step in range(2, 6):
+        profiler.profiler.before_step(step)
+        if step == fails_at:
+            profiler.profiler._profile.step = lambda: 1 / 0
+        profiler.profiler.after_step(SimpleNamespace(step=step))
+    profiler.profiler.end(5)
+    profiler.profiler.close()
+    assert [kind for kind, _ in profiler.told] == ["profile", "profile-failed"]
+    assert "was not traced: division by zero" in profiler.told[1][1]

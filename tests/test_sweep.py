@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Run
+from processes import TORCHRUN, Run, python
 
 from fsdp_pretrain.bench import measured, sweep
 from fsdp_pretrain.bench.measured import MeasuredSteps
@@ -111,8 +111,18 @@ def test_one_rank_of_many_is_timed(lab: Any, run_command: Run, tmp_path: Path) -
     times = json.loads(result.read_text())
     assert times["fake"] and (times["replicas"], times["shards"], times["speed"]["batch"]) == (2, 8, 32)
     assert 0 < times["loss"] < 20
-    done = run_command("fsdp_pretrain.bench", path, *options, "--saves", tmp_path)
-    assert done.returncode == 78 and "--fake-ranks times steps on one device" in done.stderr
+    for mode in (["--saves", tmp_path], ["--sweep"], ["--peers"]):
+        done = run_command("fsdp_pretrain.bench", path, *options, *mode)
+        assert done.returncode == 78 and "--fake-ranks times steps on one device" in done.stderr
+
+
+def test_of_two_ranks_one_writes_the_trace(lab: Any, tmp_path: Path) -> None:
+    path, trace = lab.config(parallel={"shard": 2}), tmp_path / "trace.json.gz"
+    options = ["--steps", 1, "--warmup", 1, "--trace", trace]
+    shown = python(*TORCHRUN[1:], "--standalone", "--nproc-per-node", 2, "-m", "fsdp_pretrain.bench", path, *options)
+    assert shown.stdout.count("Self CPU time total") == 1
+    traced = json.loads(gzip.decompress(trace.read_bytes()))  # what two write does not end here
+    assert any(event.get("name") == "aten::mm" for event in traced["traceEvents"])
 
 
 def test_a_way_that_takes_too_long_is_named(lab: Any, run_command: Run) -> None:

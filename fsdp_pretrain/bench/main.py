@@ -26,6 +26,11 @@ def main() -> int:
     command = [args.config, *args.overrides, "--steps", str(args.steps), "--warmup", str(args.warmup)]
     if (args.sweep or args.peers) and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("--sweep and --peers start processes of their own", remedy="start it without torchrun")
+    if args.fake_ranks and (args.sweep or args.peers or args.saves or "RANK" in os.environ):
+        raise ConfigError(
+            "--fake-ranks times steps on one device",
+            remedy="start it without torchrun, --sweep, --peers and --saves",
+        )
     if args.sweep:
         tried = sweep.sweep(config, command, args.overrides, ranks=args.ranks, limit=args.limit)
         _deliver(args, [asdict(way) for way in tried], "\n".join(sweep.render(tried)))
@@ -38,8 +43,6 @@ def main() -> int:
         times = peers.measure_side(args.side, config, steps=args.steps, warmup=args.warmup)
         _deliver(args, asdict(times), steps.render(times))
         return 0
-    if args.fake_ranks and (args.saves or "RANK" in os.environ):
-        raise ConfigError("--fake-ranks times steps on one device", remedy="start it without torchrun and --saves")
     ranks = args.fake_ranks
     with fake_ranks.connect(config.parallel, ranks) if ranks else mesh.connect(config.parallel) as world:
         values: Any

@@ -102,6 +102,9 @@ def _check(config: Config) -> None:
         ("train.z_loss", train.z_loss > 0),
         ("train.precision = fp16", train.precision == "fp16"),
         ("parallel.recompute", config.parallel.recompute != 0),
+        (f"optimizer.kind = {config.optimizer.kind}", config.optimizer.kind != "adamw"),
+        ("optimizer.groups", bool(config.optimizer.groups)),
+        ("optimizer.embedding_shrink", config.optimizer.embedding_shrink != 1),
     ]
     unsupported = [key for key, differs in checks if differs]
     if unsupported:

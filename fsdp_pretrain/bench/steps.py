@@ -40,6 +40,8 @@ from .measured import MeasuredSteps
 
 _LONGEST = 10
 """Kernels in the table of a trace."""
+_TRACED = 2
+"""Steps in a trace."""
 
 
 class RandomSteps:
@@ -155,7 +157,7 @@ def measure(
 ) -> MeasuredSteps:
     """Time `steps` steps after `warmup`, with `accumulation` micro-batches or those of the full batch. Collective.
 
-    `trace`: then trace two more steps of this rank into this file, and print their longest kernels.
+    `trace`: then trace two more steps of rank 0 into this file, and print their longest kernels.
     """
     batch = accumulation * config.train.micro_batch * world.size if accumulation else config.schedule.batch.full
     trainer = build(config, world, batch=batch)
@@ -166,8 +168,10 @@ def measure(
         part: statistics.median(getattr(record.seconds, part) for record in timed) for part in StepSeconds.model_fields
     }
     loss = float(timed[-1].loss.mean)
-    if trace is not None:
+    if trace is not None and world.is_main:
         print(trace_steps(trainer, trace, on_gpu=world.device.type == "cuda"), flush=True)
+    elif trace is not None:
+        run_steps(trainer, _TRACED)
     return step_times(config, world, batch=batch, steps=steps, seconds=seconds, loss=loss, parts=parts)
 
 
@@ -182,10 +186,10 @@ def run_steps(trainer: Trainer, steps: int) -> tuple[float, list[StepRecord]]:
 
 
 def trace_steps(trainer: Trainer, path: Path, *, on_gpu: bool) -> str:
-    """Trace two steps into a file for https://ui.perfetto.dev. Returns a table of the longest kernels."""
+    """Trace some steps into a file for https://ui.perfetto.dev. Returns a table of the longest kernels."""
     kinds = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     with profile(activities=kinds) as trace:
-        run_steps(trainer, 2)
+        run_steps(trainer, _TRACED)
     trace.export_chrome_trace(str(path))
     by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
     table: str = trace.key_averages().table(sort_by=by, row_limit=_LONGEST, max_name_column_width=70)

@@ -111,6 +111,8 @@ def profile(args: argparse.Namespace) -> int:
     report = running_job(args.run)
     if args.at and args.at <= (report.status.step or 0):
         raise ConfigError(f"--at {args.at}: the job is at step {report.status.step} already")
+    if args.at and report.status.total_steps and args.at > report.status.total_steps:
+        raise ConfigError(f"--at {args.at}: the run ends with step {report.status.total_steps}")
     world = environment.view(args.run, int(args.run.segments[-1].name)).world
     ranks = world.size if world is not None else 1
     if args.steps > MOST_STEPS or len(args.ranks) > MOST_RANKS or args.ranks[-1] >= ranks:

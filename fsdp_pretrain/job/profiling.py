@@ -53,8 +53,9 @@ class StepProfiler(Observer):
         if not agreed.profile:
             return
         step = agreed.step
+        is_writing = any(self._world.gather(self._writer is not None))
         for request in self._world.decide(self._take):
-            if self._last > step or self._writer is not None:
+            if self._last > step or is_writing:
                 self._report("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
                 continue
             self._first = max(request.at or 0, step + 2)
@@ -85,7 +86,7 @@ class StepProfiler(Observer):
                 self._range.__exit__(None, None, None)
                 self._range = None
             self._guard(self._profile.step)
-            if step == self._last:
+            if self._profile is not None and step == self._last:
                 self._write(step)
         self._report_outcome()
 

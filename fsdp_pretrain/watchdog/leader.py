@@ -21,6 +21,7 @@ from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.health import is_written_by_trainer
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
+from fsdp_pretrain.watchdog.notify.channels import Channel, make_channels
 from fsdp_pretrain.watchdog.notify.message import MessageSender
 from fsdp_pretrain.watchdog.notify.metrics import Exporter, Snapshot, write_snapshot
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
@@ -52,6 +53,7 @@ class Leader:
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
         section = config.watchdog.notify
         try:
+            self._resolve_notify(make_channels(section))
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping() if section.ping else None
         except ConfigError as error:  # the trainer checked it, but secrets may be missing now
@@ -62,6 +64,14 @@ class Leader:
         for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
             if alarm.detector in _PER_START and alarm.opened < begun:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
+
+    def _resolve_notify(self, channels: Sequence[Channel]) -> None:
+        """Resolve what an earlier start reported: that no channel worked, and channels that are not used any more.
+        Before there is a notifier, which would send it."""
+        used = {channel.key for channel in channels}
+        for key in self.alarms.open_keys():
+            if key == "notify" or (key.startswith("notify/") and key not in used):
+                self.alarms.resolve(key, "the channels of this start can be used")
 
     def new_records(self) -> Iterator[StepRecord]:
         """The records that the trainer wrote since the last call."""

@@ -57,6 +57,11 @@ class Channel:
     send: Send
     least: Severity = Severity.WARN
 
+    @property
+    def key(self) -> str:
+        """The key of the alarm that deliveries fail."""
+        return f"notify/{self.name}"
+
 
 def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
     """The configured channels, with the secrets of the environment. Raises a ConfigError that lists every secret that
@@ -143,7 +148,13 @@ def _command(argv: list[str], _: Mapping[str, str]) -> Send:
         facts = {f"WD_{name.upper()}": str(content[name]) for name in names if content[name] is not None}
         variables = {**os.environ, **facts, "WD_TEXT": "\n".join(message.lines)}
         try:
-            done = run_program(argv, _COMMAND_SECONDS, text=json.dumps(content).encode(), environment=variables)
+            done = run_program(
+                argv,
+                _COMMAND_SECONDS,
+                text=json.dumps(content).encode(),
+                environment=variables,
+                spare_children=True,  # `mail` may leave the delivery to one
+            )
         except NoAnswerError:
             raise DeliveryError(f"{program} took longer than {_COMMAND_SECONDS:g}s") from None
         except OSError as error:

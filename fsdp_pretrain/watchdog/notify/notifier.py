@@ -87,7 +87,7 @@ class _ChannelThread(threading.Thread):
 
     def __init__(self, channel: Channel, run: RunDir, alarms: Mapping[str, Alarm], sender: MessageSender) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
-        self.key = f"notify/{channel.name}"
+        self.key = channel.key
         self.problem: str | None = ""
         self.tries = 0
         self.wake, self.closing = threading.Event(), False
