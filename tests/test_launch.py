@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, free_port, python_path, spawn
+from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, free_port, python, python_path, spawn
 from sight import PATIENCE, PATIENT, rank_of
 
 from fsdp_pretrain.config.operations import LaunchSection
@@ -315,6 +315,31 @@ def test_a_refusal_by_the_ranks_is_said_once(lab: Any, run_command: Any) -> None
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 2, lab.config(), "model.declared_params=7")
     assert done.returncode == 78 and "declared_params" not in done.stdout and "launch: exit 78\n" in done.stderr
     assert done.stderr.count("model.declared_params = 7, but") == 1 and "torch/distributed" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("slow", "mistake", "expected"),
+    [
+        ("time.sleep(4)", "train.micro_batch=3", "error: the global batch 8 does not split"),
+        (
+            "from fsdp_pretrain.run import exit_intent as e\n    real = e.write\n"
+            "    e.write = lambda *a, **k: (time.sleep(4), real(*a, **k))",
+            "model.declared_params=7",
+            "model.declared_params = 7, but",
+        ),
+    ],
+    ids=["to start", "to record"],
+)
+def test_a_rank_that_says_why_may_be_slower_than_the_others(
+    lab: Any, helpers: Any, tmp_path: Path, slow: str, mistake: str, expected: str
+) -> None:
+    """torchrun, here without the launcher, ends all ranks once one has ended."""
+    (tmp_path / "sitecustomize.py").write_text(
+        SET_CONSTANTS + f"import os, time\nif os.environ.get('RANK') == '0':\n    {slow}\n"
+    )
+    line = [*TORCHRUN[1:], "--standalone", "--nproc-per-node", 2, "-m", "fsdp_pretrain.train", lab.config(), mistake]
+    done = python(*line, expect=1, PYTHONPATH=python_path(tmp_path))
+    assert done.stderr.count(expected) == 1 and "SIGTERM before" not in done.stderr, done.stderr
 
 
 def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path: Path) -> None:

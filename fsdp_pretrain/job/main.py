@@ -62,7 +62,7 @@ def _start(args: argparse.Namespace) -> int:
         config.parallel.shard_size(ranks.world, ranks.local_world)
         joining.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
-        return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+        return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0", is_common=True)
     try:
         heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
@@ -74,13 +74,16 @@ def _start(args: argparse.Namespace) -> int:
             return torchrun.end_as_agreed(run(config, world, lasting, options, heartbeat, memory))
     except UserError as error:
         is_first, told = os.environ.get("RANK", "0") == "0", isinstance(error, PeerLostError)  # told: in the journal
-        return _refuse(error, speaks=not told if is_first else not error.shared)
+        return _refuse(error, speaks=not told if is_first else not error.shared, is_common=error.shared)
 
 
-def _refuse(error: UserError, *, speaks: bool) -> int:
+def _refuse(error: UserError, *, speaks: bool, is_common: bool) -> int:
+    """Exit code for an error; of one that is common to several ranks only one of them speaks."""
     if speaks:
         print(f"error: {error}", file=sys.stderr, flush=True)
     torchrun.leave_note(int(error.exit), error.cause)
+    if is_common and not speaks:
+        torchrun.let_others_end()
     return int(error.exit)
 
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ WRONG_OPTIONS = 2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
+_OTHERS_SECONDS = 10.0
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
@@ -123,6 +125,17 @@ def die_with_launcher() -> None:
             if str(psutil.Process(os.getppid()).ppid()) == launcher:
                 return
         os._exit(1)  # torchrun died while this rank was importing
+
+
+def let_others_end() -> None:
+    """Wait until torchrun asks for the end, at most some seconds: it ends all ranks once one has ended, and the one
+    that says why may be slower than this."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    asked = threading.Event()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: asked.set())
+    asked.wait(_OTHERS_SECONDS)
 
 
 def end_as_agreed(outcome: Exit) -> int:
