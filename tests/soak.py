@@ -132,8 +132,9 @@ class Soak:
         with contextlib.suppress(AssertionError):
             until(lambda: not self.processes(), patience, every=0.2)
         for process in self.processes():
-            wrong.append(f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}")
-            process.kill()
+            with contextlib.suppress(psutil.Error):  # it may end just now
+                wrong.append(f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}")
+                process.kill()
         return wrong
 
     def curve(self) -> list[tuple[int, float, float]]:
