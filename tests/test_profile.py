@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from processes import CLI, Run
 
 from fsdp_pretrain.job.profiling import StepProfiler
@@ -114,6 +115,7 @@ def test_a_profiler_that_fails_loses_the_trace_and_nothing_else(profiler: Any, f
         if step == fails_at:
             profiler.profiler._profile.step = lambda: 1 / 0
         profiler.profiler.after_step(SimpleNamespace(step=step))
+    assert not torch.autograd._profiler_enabled()
     profiler.profiler.end(5)
     profiler.profiler.close()
     assert [kind for kind, _ in profiler.told] == ["profile", "profile-failed"]

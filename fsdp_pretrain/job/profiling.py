@@ -7,6 +7,7 @@ run directory by a thread: if storage is full, fails or hangs, only the trace is
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import threading
@@ -118,7 +119,10 @@ class StepProfiler(Observer):
         try:
             act()
         except Exception as error:
-            self._profile, self._mine = None, False
+            trace, self._profile, self._mine = self._profile, None, False
+            with contextlib.suppress(Exception):
+                if trace is not None:
+                    trace.stop()  # else it goes on recording
             self._report("profile-failed", f"rank {self._world.rank} was not traced: {error}")
 
     def _write(self, step: int) -> None:
