@@ -195,9 +195,9 @@ class LiveControl(Observer):
     def _hold(self, request: Request) -> bool:
         """Pause training on all ranks. Returns whether a request to stop ended the pause, instead of one to resume."""
         since, start, step = now(), time.monotonic(), self.loop.step
-        self._answer(request, step, f"paused after step {step:_}", did="pause")
         facts = {"since": since, "by": request.by, "reason": request.reason}
-        self._recorder.status(force=True, state="paused", paused=facts)
+        self._recorder.status(force=True, state="paused", paused=facts)  # before the answer: who has it may look
+        self._answer(request, step, f"paused after step {step:_}", did="pause")
         released: Request | None = None
         try:
             while released is None:
@@ -214,11 +214,11 @@ class LiveControl(Observer):
                 self._recorder.status(state="paused")
         finally:
             text = f"after a pause of {human_time(time.monotonic() - start)}"
+            self._recorder.status(force=True, state="running", paused=None)
             if released is not None:
                 self._answer(released, step, f"resumed after step {step:_}, {text}", did="resume")
             else:
                 self._recorder.event("control", f"ends {text}", step=step, did="resume")
-            self._recorder.status(force=True, state="running", paused=None)
         return False
 
     def _look_while_held(self) -> Requests:

@@ -33,6 +33,7 @@ Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
 STUCK_SECONDS = 120.0
 """Seconds without progress after which a tracker is taken to hang."""
+_NICENESS = 10
 _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
@@ -46,7 +47,7 @@ def start_followers(run: RunDir, *flags: str) -> Followers:
         try:
             make_directory(_folder(run))
             module, log = "fsdp_pretrain.views.trackers.follow", _folder(run) / "log"
-            followers[name] = start_helper(module, str(run.path), name, *flags, log=log, nice=10)
+            followers[name] = start_helper(module, str(run.path), name, *flags, log=log, nice=_NICENESS)
         except OSError as error:
             _report(run, name, f"could not be started: {error}")
     return followers
