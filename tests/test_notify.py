@@ -245,7 +245,7 @@ def test_what_a_command_left_running_may_finish(quick: None, tmp_path: Path) -> 
     watch.alarms.open("hang", CRIT, "no progress")
     watch.until(lambda: told(tmp_path, "command"))
     watch.notifier.close()
-    until((tmp_path / "delivered").exists)
+    assert until((tmp_path / "delivered").exists)
 
 
 def test_channels_that_work_again_or_are_not_used_any_more_have_no_alarm(
