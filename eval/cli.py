@@ -97,11 +97,10 @@ def _run(args: argparse.Namespace) -> int:
 def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
     """The model that `run` evaluates, and the configuration of the evaluation. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
-    from fsdp_pretrain.config.sections import EvalSection
+    from fsdp_pretrain.config.sections import BUNDLED, EvalSection
 
     from .exported import open_model
     from .separators import NAME
-    from .tasks import BUNDLED
 
     if args.out:
         make_directory(args.out.parent)

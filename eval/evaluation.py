@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.checkpoint.evaluations import task_set
-from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.config.sections import BUNDLED, EvalSection
 from fsdp_pretrain.errors import UserError, install
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run.files import now
@@ -25,7 +25,7 @@ from .ranks import follow, lead, together
 from .results import RefusedError, Results
 from .sampling import prompt_of
 from .separators import NAME, Probed, Subject, separator_probe
-from .tasks import BUNDLED, load_tasks, read_heldout, scores, task_texts
+from .tasks import load_tasks, read_heldout, scores, task_texts
 from .uncertainty import as_array, influence, standard_error
 
 if TYPE_CHECKING:

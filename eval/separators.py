@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import PROBE
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.packing.opening import cache_use
 from fsdp_pretrain.errors import DataError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .checkpoints import EvaluatedModel
     from .harness import CheckpointLM
 
-NAME = "separator_probe"
+NAME = PROBE
 _DOCUMENTS, _PLACES = 32, 4
 _SECOND, _EARLY, _LATE = 3.0, 0.3, 0.1
 """Bound of `second`: times the rate of separators or of repeats, and what is added, before `_ENOUGH` were trained and

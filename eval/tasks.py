@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.config.sections import BUNDLED, EvalSection
 from fsdp_pretrain.data.text.inputs import read_texts
 from fsdp_pretrain.errors import DataError
 
@@ -22,7 +22,6 @@ from . import sample_files
 from .results import RefusedError
 from .separators import NAME
 
-BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
 """Characters of a passage and of its continuation."""

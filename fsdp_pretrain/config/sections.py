@@ -292,6 +292,10 @@ class MergeSection(Section):
     """How they count: as under a learning rate that falls linearly, or as 1 - sqrt(x)."""
 
 
+BUNDLED, PROBE = ("heldout_bpb", "heldout_choice"), "separator_probe"
+"""The tasks of our own, and the probe, which are made from the held-out documents."""
+
+
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
@@ -347,7 +351,7 @@ class EvalSection(Section):
     @property
     def bundled_tasks(self) -> list[str]:
         """The tasks that are made from `heldout`."""
-        return [task for task in self.tasks if task in ("heldout_bpb", "heldout_choice", "separator_probe")]
+        return [task for task in self.tasks if task in (*BUNDLED, PROBE)]
 
 
 class RecordSection(Section):

@@ -83,7 +83,7 @@ def _refuse(error: UserError, *, speaks: bool, is_common: bool) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
     torchrun.leave_note(int(error.exit), error.cause)
     if is_common and not speaks:
-        torchrun.let_others_end()
+        torchrun.wait_to_be_ended()
     return int(error.exit)
 
 

@@ -39,6 +39,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
 _OTHERS_SECONDS = 10.0
+"""Seconds for which a rank leaves an error common to all to the rank that says it."""
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
@@ -127,7 +128,7 @@ def die_with_launcher() -> None:
         os._exit(1)  # torchrun died while this rank was importing
 
 
-def let_others_end() -> None:
+def wait_to_be_ended() -> None:
     """Wait until torchrun asks for the end, at most some seconds: it ends all ranks once one has ended, and the one
     that says why may be slower than this."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:

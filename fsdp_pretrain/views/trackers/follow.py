@@ -34,6 +34,7 @@ Followers = dict[str, "subprocess.Popen[bytes]"]
 STUCK_SECONDS = 120.0
 """Seconds without progress after which a tracker is taken to hang."""
 _NICENESS = 10
+"""Followers yield to training."""
 _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
