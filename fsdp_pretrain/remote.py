@@ -7,6 +7,7 @@ Credentials come from where fsspec and the vendor's library look for them, never
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import shutil
@@ -156,6 +157,8 @@ class Remote:
         """
 
         def act() -> dict[str, int]:
+            if self.url.scheme == "file":
+                return _list_folder(self._root)
             try:
                 files = self._files.find(self._root, detail=True)
             except FileNotFoundError as error:
@@ -289,6 +292,23 @@ def _real(error: Exception) -> Exception:
         return error
     lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     return cause if lost or getattr(cause, "status", 404) != 404 else error
+
+
+def _list_folder(root: str) -> dict[str, int]:
+    """Sizes in bytes of all files below a folder by relative name. Raises OSError: fsspec leaves out what it cannot look
+    into, and storage that does not answer would seem empty."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # absent, or deleted meanwhile
+            raise error
+
+    sizes = dict[str, int]()
+    for folder, _, names in os.walk(root, onerror=fail, followlinks=True):
+        for name in names:
+            path = Path(folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                sizes[str(path.relative_to(root))] = path.stat().st_size
+    return sizes
 
 
 def _file_system(scheme: str) -> Any:

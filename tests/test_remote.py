@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +43,31 @@ def test_objects_are_written_read_listed_and_removed(remote: Remote, tmp_path: P
     assert remote.list() == {"a": 10_240, "below/b c+é%.bin": 10_240}
     remote.delete(["a", "never there"])
     assert list(remote.list()) == ["below/b c+é%.bin"]
+
+
+@pytest.mark.parametrize("folder", ["storage", "storage/record"])
+def test_a_folder_that_does_not_answer_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Else a run would begin at step 0 beside its mirror."""
+    remote = Remote(Url(f"file://{tmp_path}/storage"), patience=0)
+    for name in ("record/a", "checkpoints/b"):
+        remote.write(name, CONTENT)
+    scan = os.scandir
+
+    def stale(path: str) -> Any:
+        if Path(path) == tmp_path / folder:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(RemoteError, match="Stale file handle") as told:
+        remote.list()
+    assert told.value.is_temporary
+    monkeypatch.undo()
+    (tmp_path / "storage/record").rename(tmp_path / "moved")
+    (tmp_path / "storage/record").symlink_to(tmp_path / "moved")
+    assert remote.list() == {"record/a": 10_240, "checkpoints/b": 10_240}
 
 
 def test_a_reader_never_meets_a_part_of_an_object(tmp_path: Path) -> None:
