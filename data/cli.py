@@ -255,7 +255,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     ),
     argument("--tokenizer", type=_path, help="compare with this tokenizer"),
     argument("--vocab-size", type=positive, help="for shards without a manifest: vocabulary size"),
-    argument("--eod", type=int, help="for shards without a manifest: id of the separator"),
+    argument("--eod", help="id of the separator of shards without a manifest; with --tokenizer its text, or id"),
     argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token"),
     argument(
         "--separators",
@@ -290,8 +290,10 @@ def _validate(args: argparse.Namespace) -> int:
     from fsdp_pretrain.data.validate.report import render
     from fsdp_pretrain.data.validate.validate import validate
 
-    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
-    vocabulary = _vocabulary(args)
+    eod = int(args.eod) if args.eod and args.eod.isdecimal() else args.eod
+    tokenizer = Tokenizer.load(args.tokenizer, eod) if args.tokenizer else None
+    of_tokenizer = tokenizer is not None and args.vocab_size is None and args.bos is None
+    vocabulary = None if of_tokenizer else _vocabulary(args, eod)
     missing = [
         str(path) for path in args.directories if not (path.exists() or path.with_name(path.name + ".idx").exists())
     ]
@@ -300,6 +302,8 @@ def _validate(args: argparse.Namespace) -> int:
     run = load(args.against) if args.against else None
     if args.contamination:
         against.check_sources(run, args.directories)
+        if not (folder := args.contamination.parent).is_dir():
+            raise DataError(f"there is no {folder} for the list of --contamination", remedy=f"mkdir -p {folder}")
     quiet, code, reports = args.quiet or args.json, 0, []
     protection = against.protect_evaluation(run, args.protect, quiet=quiet) if run or args.protect else None
     for directory in args.directories:
@@ -328,21 +332,23 @@ def _validate(args: argparse.Namespace) -> int:
     return code
 
 
-def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
+def _vocabulary(args: argparse.Namespace, eod: str | int | None) -> Vocabulary | None:
     """The vocabulary given by --vocab-size, --eod and --bos, if any. Raises DataError."""
     from fsdp_pretrain.data.corpus.manifest import MAX_VOCABULARY, Vocabulary
 
-    size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
+    if isinstance(eod, str):
+        raise DataError(f"--eod {eod}: without --tokenizer it is an id, a number")
+    size, ids = args.vocab_size, {"--eod": eod, "--bos": args.bos}
     if size is None and not any(number is not None for number in ids.values()):
         return None
-    if size is None or args.eod is None:
+    if size is None or eod is None:
         raise DataError("--vocab-size and --eod describe the ids together: give both")
     if size > MAX_VOCABULARY:
         raise DataError(f"--vocab-size {size} is more than {MAX_VOCABULARY}")
     for option, number in ids.items():
         if number is not None and not 0 <= number < size:
             raise DataError(f"{option} {number} is not an id of a vocabulary of {size}")
-    return Vocabulary(size, args.eod, frozenset(number for number in ids.values() if number is not None))
+    return Vocabulary(size, eod, frozenset(number for number in ids.values() if number is not None))
 
 
 @verb(

@@ -224,6 +224,23 @@ def test_ids_outside_the_vocabulary_hide_no_copy(tmp_path: Path, shared_corpus: 
     assert [place for place, _ in found(corpus, [text]).items()] == [("s0", 0)]
 
 
+def test_ids_of_the_wrong_type_are_told(tmp_path: Path, tokenizer: Tokenizer, helpers: Any) -> None:
+    """Of int16, which cannot hold the separator."""
+    content = json.loads(tokenizer.path.read_text())
+    vocabulary, (special,) = content["model"]["vocab"], content["added_tokens"]
+    vocabulary.update({f"unused {n}": n for n in range(len(vocabulary), 40_000)})
+    content["added_tokens"].append({**special, "id": 40_000, "content": "[SEP]"})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    text = prose(1, 200)
+    ids = tokenizer.encode([text])[0]
+    corpus = helpers.corpus(tmp_path / "c", [[*ids[:30], -500, *ids[30:]], [5, 6, 7]], tokenizer, "<i2")
+    large = Tokenizer.load(path, "[SEP]")
+    report = validate(corpus / "shards", tokenizer=large, protection=protection([text]), quiet=True)
+    assert report.findings.by_code["outside-vocabulary"].count == 1
+    assert report.findings.by_code["contaminated-documents"].count == 1
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -306,6 +323,7 @@ def test_texts_without_a_run(
     [
         (["--contamination", "LIST"], "name the run with --against"),
         (["--against", "CONFIG", "--contamination", "LIST"], "is no source of a run"),
+        (["--against", "FITS", "--contamination", "/nowhere/list"], "there is no /nowhere for the list"),
         (["--against", "GONE"], r"there is no file .*gone.jsonl \(eval.heldout\)"),
         (["--protect", "/nowhere.jsonl"], "cannot use /nowhere.jsonl"),
     ],
@@ -314,8 +332,8 @@ def test_what_is_refused(
     lab: Any, made: Callable[..., Path], tmp_path: Path, run_command: Run, arguments: list[str], named: str
 ) -> None:
     gone = lab.config("gone", eval={"heldout": str(tmp_path / "gone.jsonl")})
-    known = {"LIST": tmp_path / "list", "CONFIG": lab.config(), "GONE": gone}
-    done = run_command(
-        DATA, "validate", made([prose(1, 60)] * 2), *(known.get(word, word) for word in arguments), expect=78
-    )
+    corpus = made([prose(1, 60)] * 2)
+    fits = lab.config("fits", data={"sources": [{"name": "web", "path": str(corpus)}]})
+    known = {"LIST": tmp_path / "list", "CONFIG": lab.config(), "GONE": gone, "FITS": fits}
+    done = run_command(DATA, "validate", corpus, *(known.get(word, word) for word in arguments), expect=78)
     assert re.search(named, done.stderr) and not (tmp_path / "list").exists(), done.stderr

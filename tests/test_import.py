@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import os
 import random
 from collections.abc import Callable
 from itertools import product
@@ -371,6 +372,19 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
         expected = rf"in/s.bin, document 17: no {separators} separator .* \(1 of the 120"
     with pytest.raises(DataError, match=expected):
         samples(tmp_path / "out")
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_an_index_that_was_corrected_is_read_again(tmp_path: Path, tokenizer: Tokenizer, copy: bool) -> None:
+    docs = documents()
+    whole = [token for document in docs for token in document]
+    megatron(tmp_path / "in/s", [whole[:5], whole[5:]])
+    adopt(tmp_path / "in", tokenizer, tmp_path / "out", copy=copy)
+    tokens = (tmp_path / "in/s.bin").stat().st_mtime_ns
+    megatron(tmp_path / "in/s", docs)
+    os.utime(tmp_path / "in/s.bin", ns=(tokens, tokens))
+    with pytest.raises(DataError, match="made from other inputs"):
+        adopt(tmp_path / "in", tokenizer, tmp_path / "out", copy=copy)
 
 
 def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokenizer: Tokenizer) -> None:

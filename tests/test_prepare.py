@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from test_import import carry, documents, megatron
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.manifest import read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard
+from fsdp_pretrain.data.prepare.jobs import Job
 from fsdp_pretrain.data.text.files import find_files
 from fsdp_pretrain.data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
@@ -211,6 +213,39 @@ def test_parts_of_a_job_array_make_one_corpus(
     assert "documents" in run_command(DATA, *arguments, tmp_path / "parts", "--part", "3/3").stdout
     run_command(DATA, *arguments, tmp_path / "whole")
     assert read_manifest(tmp_path / "parts").fingerprint == read_manifest(tmp_path / "whole").fingerprint
+
+
+def test_a_part_that_begins_takes_nothing_from_another(tmp_path: Path) -> None:
+    """Both have seen no plan; the other has made its folder."""
+
+    class Late(Job):
+        def _claimed_by(self) -> None:
+            (self.out / "shards").mkdir(parents=True)
+
+    Late(tmp_path / "out").claim({"the": "same"}, 2)
+    assert (tmp_path / "out/shards").is_dir()
+
+
+def test_what_was_killed_takes_no_room_and_a_cut_shard_is_told(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]
+) -> None:
+    command = ["prepare", write(tmp_path / "a.jsonl", texts), "--tokenizer", shared_corpus / "tokenizer", "--out"]
+    run_command(DATA, *command, tmp_path / "out", expect=0)
+    shards = tmp_path / "out/shards"
+    first = sorted(shards.glob("*.bin"))[0]
+    content = first.read_bytes()
+    left, foreign = (shards / f"x.bin.{host}.999999999.partial" for host in (socket.gethostname(), "elsewhere"))
+    left.touch()
+    foreign.touch()
+    (tmp_path / "out/manifest.json").unlink()
+    first.write_bytes(content[:-10])
+    told = run_command(DATA, *command, tmp_path / "out", expect=78).stderr
+    record = first.with_suffix(".json")
+    assert f"{first} has {len(content) - 10:_} bytes" in told and f"delete {record}" in told
+    record.unlink()
+    left.touch()
+    run_command(DATA, *command, tmp_path / "out", "--part", "1/1", expect=0)
+    assert first.read_bytes() == content and not left.exists()
 
 
 def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]) -> None:

@@ -13,7 +13,7 @@ from processes import DATA, Run, python
 from test_import import store
 
 from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
-from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.text.tokenizer import EOD, Tokenizer
 from fsdp_pretrain.data.validate import validate as validation
 from fsdp_pretrain.data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
@@ -161,6 +161,28 @@ def test_bare_megatron_shards(
     assert finding["examples"][0]["place"].startswith("s0, document 0, token ") and finding["remedy"]
     assert "<|endoftext|> ‖ " in finding["examples"][0]["text"]
     assert [entry["documents"] for entry in report["files"]] == [100, 100]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", None])
+def test_a_tokenizer_whose_separator_is_named(
+    tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any, end: str | None
+) -> None:
+    """It names another one, or none."""
+    content = json.loads(tokenizer.path.read_text())
+    for added in content["added_tokens"]:
+        added["content"] = "[SEP]"
+    content["model"]["vocab"] = {"[SEP]" if k == EOD else k: v for k, v in content["model"]["vocab"].items()}
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if end is not None:
+        word = next(iter(set(content["model"]["vocab"]) - {"[SEP]"}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": word}))
+    corpus = helpers.corpus(tmp_path / "c", documents, Tokenizer.load(folder, "[SEP]"))
+    for name in ("[SEP]", "0"):
+        run_command(DATA, "validate", corpus, "--tokenizer", folder, "--eod", name, expect=0)
+    bare = run_command(DATA, "validate", corpus / "shards", "--eod", "[SEP]", "--vocab-size", 512, expect=78)
+    assert "without --tokenizer it is an id" in bare.stderr
 
 
 @pytest.mark.parametrize("format_", ["npy", "rows", "megatron"])

@@ -39,7 +39,9 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
+_ADVICE = (
+    "restore the file from where the corpus came from, or delete the shard's .json and repeat the command that made it"
+)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -115,10 +115,13 @@ def _content(
 
 
 def _stamp(file: Path, kind: Format) -> list[int]:
-    """The `stamp_of` the file that holds the tokens. Raises DataError."""
-    name = f"{file}.bin" if kind == "megatron" else str(file)
-    with raising(DataError, f"cannot open {name}"):
-        return stamp_of(Path(name))
+    """The `stamp_of` a file, or of both files of a Megatron pair. Raises DataError."""
+    names = [f"{file}.bin", f"{file}.idx"] if kind == "megatron" else [str(file)]
+    stamps = list[int]()
+    for name in names:
+        with raising(DataError, f"cannot open {name}"):
+            stamps += stamp_of(Path(name))
+    return stamps
 
 
 def _names(files: Sequence[Path]) -> list[str]:

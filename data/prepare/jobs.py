@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
@@ -71,7 +72,8 @@ class Job:
                 f"{out} holds what was made from other inputs, another tokenizer or other options",
                 remedy="choose another --out, or pass --overwrite to replace it",
             )
-        self.delete([*_RESULTS, *sorted(name for name in names if name.startswith("shards/"))])
+        if claimed_by is not None:  # else another part may just have made `shards/`
+            self.delete([*_RESULTS, *sorted(name for name in names if name.startswith("shards/"))])
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / PLAN, json.dumps({"job": job, "shards": shards}))
 
@@ -102,6 +104,10 @@ class Job:
         Raises:
             DataError: raised by `make`, or a process was killed.
         """
+        here = f".{socket.gethostname()}."
+        for name in self._left_behind():  # they may fill the disk; those of other hosts may be alive
+            if here in name:
+                (self.out / name).unlink(missing_ok=True)
         (self.out / "shards").mkdir(parents=True, exist_ok=True)
         todo = self.undone(tasks)
         total, remaining = (sum(task.size for task in group) for group in (tasks, todo))
@@ -126,17 +132,26 @@ class Job:
 
     def gather(self, tasks: Sequence[Task]) -> list[dict[str, Any]]:
         """The records of all shards, which must be done. Deletes files that killed processes left half-written. Raises
-        DataError if a record does not match its checksum."""
-        partial = [name for name in self._file_names() if name.startswith("shards/") and name.endswith(".partial")]
-        self.delete([name for name in partial if not is_being_written(self.out / name)])
+        DataError if a record does not match its checksum, or its shard is of another size."""
+        self.delete(self._left_behind())
         records = []
         for task in tasks:
             path = self.out / f"{task.name}.json"
             record = load_json(path)
             if not isinstance(record, dict) or record.pop("xxh3", None) != _checksum(record):
                 raise DataError(f"{path} is damaged", remedy="delete it and repeat the command")
+            if ".bin" in task.suffixes:
+                shard = self.out / f"{task.name}.bin"
+                if (size := shard.stat().st_size) != record["entry"]["bytes"]:
+                    cause = f"{shard} has {size:_} bytes, not the {record['entry']['bytes']:_} that were written"
+                    raise DataError(cause, remedy=f"delete {path} and repeat the command: it makes the shard again")
             records.append(record)
         return records
+
+    def _left_behind(self) -> list[str]:
+        """Names of half-written files in `shards/` of which no process of this host knows."""
+        partial = [name for name in self._file_names() if name.startswith("shards/") and name.endswith(".partial")]
+        return [name for name in partial if not is_being_written(self.out / name)]
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete those files that exist, and `shards/` if it is empty then. `names`: paths in the directory."""

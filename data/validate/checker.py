@@ -152,7 +152,7 @@ class TokenChecker:
         """A remedy for the errors of the file, as text."""
         findings = self.findings.by_code
         if "outside-vocabulary" in findings:
-            return "name the tokenizer this corpus was made with, and the right type of the tokens (--dtype)"
+            return "name the tokenizer this corpus was made with, or write ids that lost bits again, in a wider type"
         doubled = findings.get("separator-doubled")
         verb, opposite = ("ends", "trailing") if self._declared == "leading" else ("begins", "leading")
         at_edge = self.documents - 1 if self._declared == "leading" else 0

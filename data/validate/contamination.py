@@ -94,7 +94,8 @@ def contaminated(found: Mapping[str, Sequence[Shared]], protection: Protection, 
 def _decoded(run: Run, tokenizer: Tokenizer) -> Iterator[tuple[Numbers, list[str]]]:
     """The documents of a run as texts, in batches, each text with the number of its document in the run."""
     outside = (run.tokens < 0) | (run.tokens >= tokenizer.vocab_size)
-    tokens = np.where(outside, tokenizer.eod, run.tokens) if outside.any() else run.tokens
+    # In int64: the separator may not fit into the dtype of ids that are wrong.
+    tokens = np.where(outside, tokenizer.eod, run.tokens.astype(np.int64)) if outside.any() else run.tokens
     owners, texts, size = list[int](), list[str](), 0
     for number, (start, end) in enumerate(zip(run.starts.tolist(), run.ends.tolist(), strict=True)):
         for begin in range(start, end, _BATCH_TOKENS):

@@ -28,17 +28,21 @@ class FindingKind(NamedTuple):
 _error, _warning = partial(FindingKind, "error"), partial(FindingKind, "warning")
 CATALOGUE: dict[str, FindingKind] = {
     "unreadable": _error(
-        "a file is missing, truncated or not what its name says", "restore it, or prepare the shard again", unit="files"
+        "a file is missing, truncated or not what its name says",
+        "restore it, or delete the shard's .json and repeat the command that made it",
+        unit="files",
     ),
     "manifest-mismatch": _error(
-        "the files are not those the manifest describes", "restore the shard or prepare it again", unit=""
+        "the files are not those the manifest describes",
+        "restore the shard, or delete its .json and repeat the command that made it",
+        unit="",
     ),
     "checksum": _error(
         "the bytes of a file changed since it was written", "restore the file from a good copy", unit="files"
     ),
     "index": _error(
         "the index points outside its file, backwards, to overlapping documents, or leaves tokens out",
-        "prepare the shard again",
+        "delete the shard's .json and repeat the command that made it",
         unit="files",
     ),
     "outside-vocabulary": _error(
