@@ -295,7 +295,7 @@ def _real(error: Exception) -> Exception:
 
 
 def _list_folder(root: str) -> dict[str, int]:
-    """Sizes in bytes of all files below a folder by relative name. Raises OSError: fsspec leaves out what it cannot look
+    """Sizes in bytes of all files below a folder by name. Raises OSError: fsspec leaves out what it cannot look
     into, and storage that does not answer would seem empty."""
 
     def fail(error: OSError) -> None:
