@@ -307,7 +307,7 @@ def kill_after(process: subprocess.Popen[bytes], done: Callable[[], bool]) -> No
 
 @pytest.mark.timeout(600)
 @pytest.mark.shows("F53")
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.promise("mirror")
 def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
     stored: Carried, object_store: ObjectStore, kills: int, monkeypatch: pytest.MonkeyPatch

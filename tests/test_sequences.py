@@ -37,5 +37,5 @@ def test_so_are_others(lab: Any, run_command: Run) -> None:
     """Losses, gradient norms, rates and batches of the kept line, and every replay: equal to the bit. Others than those
     of the test before."""
     first = int(os.environ.get("FIRST_SEQUENCE", "3"))
-    figures = play(lab, run_command, range(first, first + int(os.environ.get("SEQUENCES", "17"))))
+    figures = play(lab, run_command, range(first, first + int(os.environ.get("SEQUENCES", "9"))))
     assert figures["replays"] and figures["rollbacks"] and figures["forks"]
