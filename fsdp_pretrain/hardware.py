@@ -33,6 +33,7 @@ class Device:
 _DEVICES = {
     "NVIDIA A100-SXM4-40GB": Device(312e12, 40, float8=False),
     "NVIDIA A100-PCIE-40GB": Device(312e12, 40, float8=False),
+    "NVIDIA A100-SXM-64GB": Device(358e12, 63, float8=False),
     "NVIDIA A100": Device(312e12, 80, float8=False),
     "NVIDIA A800": Device(312e12, 80, float8=False),
     "NVIDIA A40": Device(149.7e12, 48, float8=False),
@@ -41,6 +42,7 @@ _DEVICES = {
     "NVIDIA H100 NVL": Device(835e12, 94),
     "NVIDIA H100": Device(989e12, 80),
     "NVIDIA H800": Device(989e12, 80),
+    "NVIDIA H200 NVL": Device(835e12, 140),
     "NVIDIA H200": Device(989e12, 140),
     "NVIDIA GH200": Device(989e12, 95),
     "NVIDIA B200": Device(2250e12, 180),

@@ -218,7 +218,6 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
         (["train.loss_scale.window=500"], "train.loss_scale has no effect with train.precision = auto"),
         (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
         (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
-        (["record.aim_repo=x"], "has no effect without record.aim"),
         (["curve=wsd", "decay_length=10 steps", "min_lr=1e-5", "decay=90 steps"], None),
         (["curve=constant", "warmup=5 steps", "warmup_shape=parabolic"], None),
         (["shrink_paths=input", "timeline=[{at='9 steps',optimizer={embedding_shrink=0.95}}]"], None),

@@ -108,6 +108,16 @@ def test_lengths_in_steps_of_a_ramp_are_as_much_of_a_small_run(path: Path) -> No
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("shard", ["node", "64", "96"])
+def test_a_target_of_many_shards_has_the_batches_of_the_law(path: Path, shard: str) -> None:
+    config = load(path, [f"parallel.shard={shard}", "train.global_batch=960 samples", "train.micro_batch=1"])
+    size = ladder.size_of(config.model)
+    for run in ladder.ladder(config, 3, Path("ladder")):
+        law = 960 * (ladder.size_of(run.model) / size) ** ladder.BATCH_POWER
+        assert run.schedule.batch.full == pytest.approx(law, rel=0.11), (run.parallel.shard, law)
+
+
+@pytest.mark.quick
 def test_a_ladder_is_written_once(path: Path, target: Config, run_command: Run, tmp_path: Path) -> None:
     out = tmp_path / "ladder"
     command = ["fsdp_pretrain.cli", "plan", path, "--ladder", 4, "--out", out]

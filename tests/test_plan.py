@@ -127,6 +127,8 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     assert "no corpus at /none" in run_command("fsdp_pretrain.cli", "plan", away, expect=0).stdout
     strict = run_command("fsdp_pretrain.cli", "plan", away, "--strict")
     assert strict.returncode == Exit.REFUSED and "no corpus at /none" in strict.stderr and not strict.stdout
+    heldout = "eval.loss_on=[{name='h', path='/nowhere'}]"
+    assert "at /nowhere" in run_command("fsdp_pretrain.cli", "plan", config, heldout, "--strict", expect=78).stderr
 
 
 GOLDEN = {
@@ -221,6 +223,8 @@ def test_a_warning_of_large_scores_that_no_fused_kernel_computes(scores: str, mi
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
         (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
+        (["checkpoint.every=3T tokens"], ["is longer than the run"]),
+        (["optimizer.curve=constant", "optimizer.decay_shape=linear"], ["optimizer.min_lr"]),  # fork --anneal uses it
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:
@@ -247,7 +251,7 @@ def test_a_rank_that_does_not_fit() -> None:
 
 def test_unknown_devices_have_no_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA H200 NVL") == 835e12
     assert [peak_flops(unknown) for unknown in ("cpu", "NVIDIA GeForce RTX 9999", "H100", "")] == [None] * 4
 
 
@@ -292,12 +296,35 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("keep", "permanent"), [("'6 steps'", 3), ("['5 steps', '10 steps']", 4), ("'640 tokens'", 8), ("[]", 0)]
+    ("every", "keep", "kept"),
+    [
+        *[(1, "'6 steps'", 4 + 3), (1, "['5 steps', '10 steps']", 4 + 4), (1, "'640 tokens'", 4 + 8), (1, "[]", 4)],
+        *[(10, "'10 steps'", 2), (10, "'6 steps'", 5), (50, "[]", 1)],  # there are no more
+    ],
 )
-def test_permanent_checkpoints_need_space(lab: Any, keep: str, permanent: int) -> None:
+def test_permanent_checkpoints_need_space(lab: Any, every: int, keep: str, kept: int) -> None:
     """20 steps of 256 tokens; three are kept otherwise, and one is being written."""
-    made = plan.plan(load(lab.config(), [f"checkpoint.keep_every={keep}", "checkpoint.keep_last=3"]))
-    assert made.checkpoints_kept == 4 + permanent and made.disk_bytes == made.checkpoints_kept * made.checkpoint_bytes
+    keys = [f"checkpoint.every={every} steps", f"checkpoint.keep_every={keep}", "checkpoint.keep_last=3"]
+    made = plan.plan(load(lab.config(), keys))
+    assert made.checkpoints_kept == kept and made.disk_bytes == kept * made.checkpoint_bytes
+
+
+def test_a_run_whose_batch_was_changed_is_planned_in_its_steps(lab: Any, run_command: Run) -> None:
+    """10 steps of 8 samples, and the rest of its 320 in 15 of 16."""
+    entry = {"at": "200 samples", "optimizer": {"lr": 2e-3}}
+    path = lab.config(
+        train={"duration": "320 samples"}, optimizer={"curve": "constant", "min_lr": None}, timeline=[entry]
+    )
+    lab.train(path, "train.duration=80 samples")
+    command = ["fsdp_pretrain.cli", "plan", path, "train.global_batch=16 samples", "--json"]
+    result = json.loads(run_command(*command, expect=0).stdout)
+    assert result["steps"] == 25 and result["timeline"][0]["step"] == 17
+    rows = {row["step"]: row for row in result["schedule"]}
+    assert (rows[10]["batch"], rows[10]["consumed"]) == (8, 80) and (rows[25]["batch"], rows[25]["consumed"]) == (
+        16,
+        320,
+    )
+    assert [rows[step]["lr"] for step in (17, 18, 19)] == [1e-2, 2e-3, 2e-3]
 
 
 @pytest.mark.shows("A1")

@@ -78,6 +78,10 @@ def test_keys_that_are_set_stay(lab: Any, monkeypatch: pytest.MonkeyPatch) -> No
     path = lab.config(train={"global_batch": "8 samples", "micro_batch": 1}, parallel={"shard": 2})
     device = Device(path, 1000)
     monkeypatch.setattr(measured, "measure", device.measure)
+    ramp = ["train.batch_ramp={first='4 samples', by='4 samples', duration='64 samples'}", "parallel.recompute=1"]
+    sweep.sweep(load(path, ramp), [str(path), *ramp], ramp, ranks=2, limit=60)
+    assert {size for size, *_ in device.tried} == {"train.micro_batch=1", "train.micro_batch=2"}  # as the ramp allows
+    device.tried.clear()
     fixed = ["train.micro_batch=2", "parallel.recompute=1"]
     sweep.sweep(load(path, fixed), [str(path), *fixed], fixed, ranks=2, limit=60)
     reshard = "parallel.reshard_after_forward"

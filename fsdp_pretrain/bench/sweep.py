@@ -58,7 +58,8 @@ def sweep(
     batch = config.schedule.batch.full
     if batch % ranks:
         raise ConfigError(f"train.global_batch of {batch} samples does not split over {ranks} ranks")
-    micro = [str(2**power) for power in range((batch // ranks).bit_length()) if batch // ranks % 2**power == 0]
+    sizes = [2**power for power in range((batch // ranks).bit_length())]
+    micro = [str(size) for size in sizes if all(each % (ranks * size) == 0 for each in config.schedule.batches())]
     fixed = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
     ways: dict[str, tuple[str, ...]] = {_RECOMPUTE: ("0", "feed-forward", "1")}
     if config.parallel.shard_size(ranks, ranks) > 1:

@@ -92,10 +92,10 @@ def plan(args: argparse.Namespace) -> int:
         device=args.device,
         available=args.device_memory,
     )
-    if args.strict and result.absent:
-        raise ConfigError(
-            f"there is no corpus at {', '.join(result.absent)}", remedy="prepare it, or mend data.sources"
-        )
+    heldout = plan.epochs.absent(source.path for source in config.eval.loss_on)
+    if args.strict and (absent := [*result.absent, *heldout]):
+        remedy = "prepare it, or mend data.sources or eval.loss_on"
+        raise ConfigError(f"there is no corpus at {', '.join(absent)}", remedy=remedy)
     print(as_json(result.to_json()) if args.json else plan.render(result))
     return 0
 

@@ -30,7 +30,7 @@ A run is one TOML file. `include = ["../models/llama-7b.toml"]` at its top merge
 to the file), and `key=value` arguments replace values: `train.duration="50 steps" data.sources.0.weight=2`, also by
 name, `data.sources.wiki.weight=2`. Other
 relative paths are relative to the working directory. Unknown keys and values of the wrong type are errors; all of them
-are reported at once. A key that other keys leave without effect (`decay_shape` of a cosine) is a warning, in `plan` and
+are reported at once. A key without effect beside others (`min_lr` of a constant curve) is a warning, in `plan` and
 at every start.
 
 Amounts carry a unit: `"2000 steps"`, `"1_098_632 samples"`, `"2T tokens"` (K, M, B, T are powers of 1000), wall-clock

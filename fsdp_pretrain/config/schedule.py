@@ -356,6 +356,10 @@ class Schedule:
             **self.steered(values),
         }
 
+    def length_in(self, unit: str) -> int:
+        """The length of the run in steps, samples or tokens."""
+        return {"step": self.steps, "sample": self.total, "token": self.tokens(self.total)}[unit]
+
     def batches(self) -> list[int]:
         """Every distinct global batch of the run, ascending, in samples."""
         stages = [stage for stage in self.batch.stages if stage.consumed < self.total]

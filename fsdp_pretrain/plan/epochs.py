@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer, open_skips
 from fsdp_pretrain.data.packing.packer import Packer
-from fsdp_pretrain.remote import RemoteError, Url
+from fsdp_pretrain.remote import Location, RemoteError, Url
 from fsdp_pretrain.units import human_count
 
 MOST = 4.0
@@ -24,10 +23,9 @@ class SourceEpochs:
     epochs: float  # how often the run reads all of it
 
 
-def absent(config: Config) -> list[Path]:
-    """The configured paths that hold no corpus on this machine; those of URLs are not looked at."""
-    paths = (source.path for source in config.data.sources if not isinstance(source.path, Url))
-    return [path for path in paths if not (path / "manifest.json").is_file()]
+def absent(paths: Iterable[Location]) -> list[str]:
+    """Those that hold no corpus on this machine; URLs are not looked at."""
+    return [str(path) for path in paths if not isinstance(path, Url) and not (path / "manifest.json").is_file()]
 
 
 def open_corpora(config: Config) -> Packer | None:
@@ -37,7 +35,7 @@ def open_corpora(config: Config) -> Packer | None:
         DataError: a corpus is damaged, or the mixture ends before the run.
         ConfigError: the corpora do not fit the model.
     """
-    if absent(config):
+    if absent(source.path for source in config.data.sources):
         return None
     try:
         packer = open_packer(config)

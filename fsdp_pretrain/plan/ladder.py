@@ -100,9 +100,12 @@ def ladder(config: Config, count: int, out: Path) -> list[Config]:
 def _run(config: Config, model: AnyModel, share: float, factor: float, out: Path) -> Config:
     """A run with `share` of the target's N, and that share of all that is counted in steps, samples or tokens. It has
     no ramp of the batch and no evaluations; its held-out loss is measured at the end. Its batch splits over 8 ranks, or
-    over fewer, if it would be rounded by more than 1/16."""
+    over fewer, if it would be rounded by more than 1/16; so does its model, that the target may shard over more."""
     target, full, shard = config.schedule, config.schedule.batch.full, config.parallel.shard
-    rule, ranks = full * share**BATCH_POWER, 1 if shard == "node" else shard
+    rule = full * share**BATCH_POWER
+    while shard != "node" and shard % 2 == 0 and 16 * shard > rule:
+        shard //= 2
+    ranks = 1 if shard == "node" else shard
     while ranks < 8 and 16 * ranks <= rule:
         ranks *= 2
     batch, lr = ranks * max(1, round(rule / ranks)), float(f"{factor * config.optimizer.lr * share**LR_POWER:.3g}")
@@ -112,6 +115,7 @@ def _run(config: Config, model: AnyModel, share: float, factor: float, out: Path
     changes: dict[str, dict[str, Any]] = {
         "run": {"name": f"{config.run.name}-{name}", "dir": out / name},
         "train": {"duration": length, "global_batch": samples, "micro_batch": micro, "batch_ramp": None},
+        "parallel": {"shard": shard},
         "optimizer": {"lr": lr, "min_lr": lr * config.optimizer.min_lr / config.optimizer.lr},
         "checkpoint": {"every": Progress(-(-length.value // 4), "token"), "keep_every": None, "keep_last": 2},
         "eval": {"every": None, "loss_every": length, "loss_samples": config.heldout_samples},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_pe
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import counted, human_bytes, human_count
+from fsdp_pretrain.run.step_count import StepCount
+from fsdp_pretrain.units import Progress, counted, human_bytes, human_count
 
 from . import epochs, memory, preview
 from . import warnings as advice
@@ -133,9 +134,9 @@ def plan(
     _check_float8(config, model, device)
     if world is not None:
         world_sizes.check(config, world)
-    schedule, sizes = config.schedule, [*world_sizes.feasible(config)]
+    schedule, count, sizes = config.schedule, StepCount(config), [*world_sizes.feasible(config)]
     checkpoint = upcoming.first_need(checkpoint_bytes(model, config.optimizer), world or 1)
-    length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1 + _permanent(config)
+    length, kept = config.data.sequence_length, _most_kept(config)
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
     sources, fetched, of_data = _corpora(config)
@@ -149,7 +150,7 @@ def plan(
         declared_params=config.model.declared_params,
         flops_per_token=flops_per_token(parameters, config.model, length),
         hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
-        steps=schedule.steps,
+        steps=count.step_at(schedule.end),
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
         flops=run_flops(config, parameters),
@@ -160,25 +161,31 @@ def plan(
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
-        absent=[str(path) for path in epochs.absent(config)],
+        absent=epochs.absent(source.path for source in config.data.sources),
         storage=fetched,
         heldout=_heldout(config),
-        schedule=schedule.preview(),
-        timeline=preview.entries(config),
+        schedule=preview.rows(config, count),
+        timeline=preview.entries(config, count),
         warnings=warnings,
         world=layout,
     )
 
 
-def _permanent(config: Config) -> int:
-    """How many checkpoints complete an interval of `checkpoint.keep_every`; about so many if the batch grows."""
-    schedule = config.schedule
-    ends = {"step": schedule.steps, "sample": schedule.total, "token": schedule.tokens(schedule.total)}
-    steps = set[int]()
-    for every in config.checkpoint.kept_intervals:
-        end = ends[every.unit]
+def _most_kept(config: Config) -> int:
+    """How many checkpoints there are at most at a time, one of them being written; about so many if the batch grows."""
+    checkpoint, changed = config.checkpoint, [entry.checkpoint.every for entry in config.timeline]
+    permanent = _completed(config, checkpoint.kept_intervals)
+    all_ = _completed(config, [checkpoint.every, *changed, *checkpoint.kept_intervals, config.eval.every])
+    return min(checkpoint.keep_last + 1 + len(permanent), len(all_ | {config.schedule.steps}))
+
+
+def _completed(config: Config, intervals: Iterable[Progress | None]) -> set[int]:
+    """The steps that complete one of these intervals."""
+    schedule, steps = config.schedule, set[int]()
+    for every in filter(None, intervals):
+        end = schedule.length_in(every.unit)
         steps.update(round(schedule.steps * number * every.value / end) for number in range(1, end // every.value + 1))
-    return len(steps)
+    return steps
 
 
 def _corpora(config: Config) -> tuple[dict[str, epochs.SourceEpochs] | None, room.CacheNeed | None, list[str]]:

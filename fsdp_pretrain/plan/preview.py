@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.schedule import Schedule
 from fsdp_pretrain.data.packing.opening import data_at
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.step_count import StepCount
@@ -27,9 +28,21 @@ class TimelineRow:
     reason: str
 
 
-def entries(config: Config) -> list[TimelineRow]:
-    """The timeline in order. Raises UserError if the record of the run cannot be read."""
-    schedule, count = config.schedule, StepCount(config)
+def rows(config: Config, count: StepCount) -> list[dict[str, Any]]:
+    """The preview of the schedule, in the steps that the run has after another batch than it began with."""
+    schedule = config.schedule
+    steps = {count.step_at(row["consumed"]) for row in schedule.preview()}
+    return [_row(schedule, count, step) for step in sorted(steps)]
+
+
+def _row(schedule: Schedule, count: StepCount, step: int) -> dict[str, Any]:
+    consumed = count.consumed_at(step)
+    return schedule.row(step, consumed, consumed - count.consumed_at(step - 1))
+
+
+def entries(config: Config, count: StepCount) -> list[TimelineRow]:
+    """The timeline in order."""
+    schedule = config.schedule
     return [
         TimelineRow(
             step=count.step_at(placed.at + 1) - 1,
@@ -67,9 +80,8 @@ def _row_at(config: Config, count: StepCount, text: str) -> dict[str, Any]:
             f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
             f"{steps:_} steps: {total:_} samples, {schedule.tokens(total):_} tokens"
         )
-    step = count.step_at(samples)
-    consumed = count.consumed_at(step)
-    values = schedule.row(step, consumed, consumed - count.consumed_at(step - 1))
+    values = _row(schedule, count, count.step_at(samples))
+    consumed = values["consumed"]
     return {**values, **data_at(config, consumed), "sequence_length": schedule.lengths.length_at(consumed - 1)}
 
 

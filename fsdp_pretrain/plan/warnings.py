@@ -47,11 +47,8 @@ def in_vain(config: Config) -> Iterator[str]:
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Keys without effect in the rest of the configuration, and why."""
     optimizer, model = config.optimizer, config.model
-    curve = f"with optimizer.curve = {optimizer.curve}"
     if optimizer.curve == "constant":
-        yield from (("optimizer.min_lr", curve), ("optimizer.decay", curve))
-    if optimizer.curve != "wsd":
-        yield "optimizer.decay_shape", curve
+        yield from ((f"optimizer.{key}", "with optimizer.curve = constant") for key in ("min_lr", "decay"))
     if not optimizer.warmup.value:
         yield "optimizer.warmup_shape", "without optimizer.warmup"
     if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
@@ -63,8 +60,6 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if not config.eval.loss_on:
         for name in ("loss_every", "loss_samples"):
             yield f"eval.{name}", "without eval.loss_on"
-    if not config.record.aim:
-        yield "record.aim_repo", "without record.aim"
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
@@ -129,7 +124,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
         if placed.at >= schedule.total:
             yield f"timeline, {placed.entry}: the run has ended by then"
     saves = config.schedule.save_every(0)
-    if saves.unit == "step" and saves.value > schedule.steps:
+    if saves.value > schedule.length_in(saves.unit):
         yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 
 
