@@ -271,11 +271,14 @@ def byte_count(text: str) -> int:
 
 
 def progress(text: str) -> Progress:
-    """Argument type of an amount of training such as `20B tokens`. Raises ArgumentTypeError."""
+    """Argument type of an amount of training such as `20B tokens`, not 0. Raises ArgumentTypeError."""
     try:
-        return Progress.parse(text)
+        amount = Progress.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+    if not amount.value:
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing")
+    return amount
 
 
 def seconds(text: str) -> float:

@@ -94,6 +94,29 @@ def test_the_mixture_of_the_file_lasts_to_the_end(
         assert packer.mixture.shares(place) == pytest.approx({"text": 0, "old": 0.75, "late": 0.25})
 
 
+@pytest.mark.parametrize(("first", "is_refused"), [(200, False), (100, True)])
+def test_a_weight_that_was_planned_does_not_count_and_a_ramp_under_way_is_refused(
+    lab: Any, run_command: Run, first: int, is_refused: bool
+) -> None:
+    text, mix = {"name": "text", "path": str(lab.corpus)}, lab.path / "mix.toml"
+    ramp = [{"at": f"{place} samples", "value": value} for place, value in ((0, 1), (first, 1), (240, 3))]
+    lab.train(lab.config(data={"sources": [{**text, "weight": ramp}, {**text, "name": "old"}]}))
+    mix.write_text(tomli_w.dumps({"sources": [{**text, "weight": 3}, {**text, "name": "old", "weight": 1}]}))
+    command = (CLI, "fork", lab.path / "run", "--at", 20, lab.path / "new", "--anneal", "5 steps", "--mix", mix)
+    done = run_command(*command, expect=78 if is_refused else 0)
+    if is_refused:
+        assert "the weight of text changes" in done.stderr
+    else:
+        shares = open_packer(load(lab.path / "new" / "config.toml")).mixture.shares
+        assert shares(159)["text"] == 0.5 and shares(160)["text"] == shares(199)["text"] == 0.75
+
+
+def test_steps_of_a_decay_are_those_of_the_fork(parent: Path, lab: Any, run_command: Run) -> None:
+    new, batch = lab.path / "new", ["--set", "train.global_batch=16 samples", "--set", "optimizer.warmup=0 steps"]
+    run_command(CLI, "fork", parent, "--at", 20, new, "--anneal", "4 steps", *batch, expect=0)
+    assert load(new / "config.toml").schedule.total == 20 * 8 + 4 * 16
+
+
 def test_the_mixture_of_the_file_begins_at_the_fork_of_a_run_in_stages(lab: Any, run_command: Run) -> None:
     """A sample is not a window there: a jump that is past stays where it was, a stop and a start ahead do not count."""
     mix, text = lab.path / "mix.toml", {"name": "text", "path": str(lab.corpus)}

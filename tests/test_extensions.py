@@ -143,7 +143,8 @@ def test_code_that_computes_something_else_is_refused_by_all(
     output = lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(other), expect=78)
     assert "computes something else than the code that trained" in output
     run_command(*export, **found_in(packages), expect=0)
-    assert json.loads((out / "config.json").read_text())["gain"] == 0.7
+    exported = json.loads((out / "config.json").read_text())
+    assert exported["gain"] == 0.7 and exported["kv_heads"] == 2 and "tied_head" in exported
 
 
 def test_code_that_computes_the_same_is_noted(
@@ -212,6 +213,10 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, variables: dict[st
     [
         ("self.gain = config.gain", "self.gain = config.gain; self.gate = nn.Parameter(torch.ones(4))",
          "Parallel.initial has no rule for the parameter blocks.0.gate"),
+        ("\n    def block(",
+         "\n    def __init__(self, *given):\n        super().__init__(*given)\n"
+         "        self.scale = nn.Parameter(torch.ones(4))\n\n    def block(",
+         "Parallel.initial has no rule for the parameter scale"),
         ("x + self.gain * added", "nn.functional.dropout(x, 0.1) + self.gain * added", "override `uses_dropout`"),
     ],
 )  # fmt: skip
@@ -261,7 +266,7 @@ class Section(CausalObjective):
 
 class Half(OwnObjective):
     def __init__(self, settings, context):
-        self.share = settings.share
+        self.share, self.web = settings.share, list(context.names).index("web")
 
     def change(self, batch, packed):
         labels = batch.tokens[:, 1:].clone() if batch.labels is None else batch.labels
@@ -284,7 +289,10 @@ def test_an_objective_of_ones_own(lab: Any, helpers: Any, tmp_path: Path) -> Non
         ("one", 1, {"kind": "half_lab:half"}),
         ("two", 2, {"kind": "half_lab:half"}),
     ):
-        data = {"objective": objective} if objective else {}
+        data = {
+            "sources": [{"name": "web", "path": str(lab.corpus)}],
+            **({"objective": objective} if objective else {}),
+        }
         config = lab.config(name, code={"packages": ["half_lab"]}, data=data, train={"duration": "6 steps"})
         lab.train(config, ranks=ranks, variables=variables)
         records[name] = helpers.metrics(lab.path / name)

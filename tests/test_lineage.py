@@ -135,6 +135,8 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
         (12, {"changes": ["optimizer.learning_rate=1"]}, "unknown key"),
         (12, {"changes": ["optimizer.min_lr=1"]}, "is above optimizer.lr"),
         (12, {"changes": ["data.seed=7"]}, "data.seed: 1234 -> 7"),
+        (12, {"changes": ["optimizer.kind=muon"]}, "no state for other kinds of optimisers"),
+        (12, {"changes": ["optimizer.groups=[{match='blocks.*.query*', kind='muon'}]"]}, "no state for other kinds"),
         (12, {"changes": ["data.skip=[]"]}, "--skip-steps"),
         (12, {"changes": ["train.duration=10 steps"]}, "ends the run at step 10"),
         (12, {"skip_steps": (10, 14)}, "must come after that"),

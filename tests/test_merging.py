@@ -143,13 +143,13 @@ def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
 def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_command: Run) -> None:
     config = lab.config(
         train={"duration": "20 steps"},
-        checkpoint={"every": "5 steps", "keep_last": 4},
+        checkpoint={"every": "10 steps", "keep_last": 4},
         eval={
             "every": "10 steps",
             "heldout": str(lab.heldout),
             "tasks": ["heldout_bpb"],
             "launch": False,
-            "merge": {"last": "10 steps"},
+            "merge": {"last": "10 steps", "every": "5 steps"},  # saved for it
             "prompts": ["the run "],
             "limit": 4,
         },
@@ -232,6 +232,7 @@ def test_of_two_merges_of_a_name_one_is_written(run: Path, start_command: Callab
     [
         ("", ["--last", "10 steps"], "1 checkpoint to merge"),
         ("", ["--every", "7 steps"], "0 checkpoints to merge"),
+        ("", ["--every", "0 steps"], "'0 steps' is nothing"),
         ("", ["--out", "../up"], "cannot be the name of a folder"),
         ("", ["--last", "10"], "not a quantity with a unit"),
         ("flip", [], "is damaged: __"),

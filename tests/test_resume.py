@@ -20,6 +20,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import load, schema_keys
 from fsdp_pretrain.config.resume_rules import (
     CLASSES,
@@ -189,6 +190,15 @@ def test_what_no_resume_may_change(trained_config: Path, override: str, expected
     )
     assert not forbidden(saved, saved, 80)
     assert any(text.startswith(expected) for text in forbidden(saved, now, 80))
+
+
+@pytest.mark.quick
+def test_other_settings_are_no_other_code(trained_config: Path) -> None:
+    config, other = load(trained_config), load(trained_config, ["model.norm_eps=1e-3"])
+    saved, now = (identity(each, open_packer(each), code_identity(each)) for each in (config, other))
+    assert forbidden(saved, now, 80) == ["model.norm_eps: 1e-05 -> 0.001"]
+    patched = {key: part.model_copy(update={"witness": [2.0]}) for key, part in saved.code.items()}
+    assert "the code of llama" in forbidden(saved, saved.model_copy(update={"code": patched}), 80)[0]
 
 
 @pytest.mark.shows("A33")

@@ -100,7 +100,7 @@ def _check(config: Config) -> None:
     checks += [
         ("data.attention = document", config.data.attention == "document"),
         ("train.z_loss", train.z_loss > 0),
-        ("train.precision = fp16", train.precision == "fp16"),
+        (f"train.precision = {train.precision}", train.precision in ("fp16", "bf16+fp8")),
         ("parallel.recompute", config.parallel.recompute != 0),
         (f"optimizer.kind = {config.optimizer.kind}", config.optimizer.kind != "adamw"),
         ("optimizer.groups", bool(config.optimizer.groups)),

@@ -77,7 +77,9 @@ def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[st
     """
     kept = {"model", "data", "tokenizer"}
     was, is_ = (side.model_dump(include=kept, exclude={"data": {"stages"}}) for side in (stored, current))
-    code = [other_code(stored.code, current.code, key) for key in ("model", "objective")]
+    old, new = ({"model": side["model"], "objective": side["data"]["objective"]} for side in (was, is_))
+    same = [key for key in old if old[key] == new[key]]  # other settings compute something else
+    code = [other_code(stored.code, current.code, key) for key in same]
     return [*differences(was, is_), *filter(None, code), *_changed_past(stored, current, cursor)]
 
 

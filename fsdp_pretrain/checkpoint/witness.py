@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_pretrain import extensions, models
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.data_section import AnyObjective
+from fsdp_pretrain.config.data_section import DataSection
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.data.packing.loader import micro_batch
@@ -38,7 +38,7 @@ def code_identity(config: Config) -> dict[str, PartIdentity]:
     family = extensions.parts("families").get(model.family)
     rule = rule_of(section.kind)
     objective = extensions.parts("objectives").get(config.data.objective.kind)
-    own = {} if objective is None else {"objective": _of_objective(objective, config.data.objective)}
+    own = {} if objective is None else {"objective": _of_objective(objective, config.data)}
     return {
         **own,
         "model": PartIdentity(
@@ -52,8 +52,9 @@ def code_identity(config: Config) -> dict[str, PartIdentity]:
     }
 
 
-def _of_objective(part: extensions.Part, settings: AnyObjective) -> PartIdentity:
-    context = ObjectiveContext(vocab=50, model_vocab=61, eod=0, seed=1, names=["text"])
+def _of_objective(part: extensions.Part, data: DataSection) -> PartIdentity:
+    settings, sources = data.objective, sorted(source.name for source in data.sources)
+    context = ObjectiveContext(vocab=50, model_vocab=61, eod=0, seed=1, names=["text", *sources])
     tokens = np.arange(50, dtype=np.int64).reshape(2, 25) % 49 + 1
     packed = Packed(tokens, [3, 4], np.zeros(2, np.int64), np.array([3, 4]), np.zeros(0, np.int64))
     made = part.load()(settings, context).change(micro_batch(packed, with_lengths=True, across_documents=True), packed)

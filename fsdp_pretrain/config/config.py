@@ -88,8 +88,9 @@ class Config(Section):
 
     def save_due(self, *, step: int, before: int, after: int) -> bool:
         """Whether a checkpoint is due after step number `step`, which took `consumed` from `before` to `after`: for
-        `checkpoint.every`, or to be kept or evaluated."""
-        intervals = (self.schedule.save_every(after), *self.checkpoint.kept_intervals, self.eval.every)
+        `checkpoint.every`, or to be kept, evaluated or merged."""
+        merged = None if self.eval.merge is None else self.eval.merge.every
+        intervals = (self.schedule.save_every(after), *self.checkpoint.kept_intervals, self.eval.every, merged)
         return any(self.schedule.due(every, step=step, before=before, after=after) for every in intervals)
 
     @property

@@ -335,8 +335,8 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange
         if any("computes something else" in text for text in forbidden):
             remedies.append("install the version of the package that trained it")
         remedies.append(
-            "restore these settings or corpora, or train a new run from the weights alone: "
-            f"fsdp-pretrain checkpoints NEW_RUN import {where} --config CONFIG run.dir=NEW_RUN"
+            "restore these settings or corpora, or train a new run from the weights alone: `fsdp-pretrain checkpoints "
+            "RUN export STEP FOLDER --dtype fp32`, then `... NEW_RUN import FOLDER --config CONFIG run.dir=NEW_RUN`"
         )
     if declared:
         lines = "\n    ".join(change.text for change in declared)

@@ -6,7 +6,7 @@ They are ordinary settings, so the new run is steered, resumed and reported like
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from fsdp_pretrain.checkpoint.manifest import SavedState
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store
 from fsdp_pretrain.config.base import Section
-from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.data_section import SourceSection
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.timeline import TimelineEntry
@@ -55,9 +55,12 @@ class Annealing:
     mix: Path | None = None
 
 
-def changes(run: RunDir, step: int, asked: Annealing) -> tuple[list[str], list[TimelineEntry]]:
+def changes(
+    run: RunDir, step: int, asked: Annealing, others: Sequence[str] = ()
+) -> tuple[list[str], list[TimelineEntry]]:
     """The settings, as `section.key=value`, of a fork that anneals from a checkpoint, and its further timeline entries:
-    where the timeline has set the rate before, only a later entry can.
+    where the timeline has set the rate before, only a later entry can. `others`: settings of the fork, such as another
+    batch, in whose steps the decay is counted.
 
     Raises:
         UserError: there is no such checkpoint; the rate is steered otherwise behind it; the file is no mixture.
@@ -70,8 +73,10 @@ def changes(run: RunDir, step: int, asked: Annealing) -> tuple[list[str], list[T
     if not was or not scale:
         raise ConfigError(f"the learning rate of step {step} is 0: there is nothing to decay from")
     steps = asked.length.unit == "step"  # counted from here: the run may have had another batch before
-    ahead = asked.length.value if steps else schedule.batch.steps_between(at, schedule.behind(at, asked.length))
-    end = schedule.batch.ahead(at, ahead)
+    of_batch = [text for text in others if text.partition("=")[0].strip().startswith(("train.global", "train.batch"))]
+    batch = load(run.config, of_batch).schedule.batch if of_batch else schedule.batch
+    ahead = asked.length.value if steps else batch.steps_between(at, schedule.behind(at, asked.length))
+    end = batch.ahead(at, ahead)
     peak = was / scale
     rate = {"lr": peak, "min_lr": peak * asked.to}
     decay: dict[str, str | float] = {
@@ -141,7 +146,8 @@ def _sources(config: Config, saved: SavedState, path: Path, samples: int) -> lis
         if over and new is None:
             sources.append(shown)
             continue
-        if over or any(first >= place for first, _ in plan.points[1:]):
+        past, ahead = ([point for point in plan.points if (point[0] < place) == before] for before in (True, False))
+        if over or (ahead and ahead[0][1] != past[-1][1]):  # a ramp is under way
             raise ConfigError(
                 f"the weight of {old.name} changes, or has ended, around sample {saved.cursor:_}",
                 remedy="fork without --mix, and set data.sources yourself",
@@ -151,8 +157,8 @@ def _sources(config: Config, saved: SavedState, path: Path, samples: int) -> lis
             continue
         if str(new.path) != str(old.path):
             raise ConfigError(f"{old.name} is {new.path} in {path}, and {old.path} in the run", remedy="rename it")
-        places = [(f"{pieces.first_sample(first)} samples", value) for first, value in plan.points if first < place]
-        jump = [(here, plan.points[-1][1]), (here, _constant(new, path))]
+        places = [(f"{pieces.first_sample(first)} samples", value) for first, value in past]
+        jump = [(here, past[-1][1]), (here, _constant(new, path))]
         points = [{"at": at, "value": value} for at, value in (*places, *jump)]
         sources.append({**shown, "weight": points, **_limits(new)})
     begun = [

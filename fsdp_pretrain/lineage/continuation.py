@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.resume_rules import changes, load_recorded, refuse, refuse_replaced
 from fsdp_pretrain.config.timeline import TimelineEntry
@@ -93,11 +93,28 @@ def prepare(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
             effect=f"nothing would be trained after step {state.step}, from which it is to continue",
         )
+    _refuse_other_optimizer(checkpoint, after)
     packer = open_packer(after)
     changed = forbidden(content.identity, identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, persistent, skip)
+
+
+def _refuse_other_optimizer(checkpoint: Checkpoint, after: Config) -> None:
+    """Raise ConfigError if parameters would get another kind of update, for which the checkpoint has no state."""
+    trained = load_recorded(checkpoint.path / CONFIG, own=False)
+    kinds = [
+        (section.kind, [(group.match, group.kind) for group in section.groups if group.kind is not None])
+        for section in (trained.optimizer, after.optimizer)
+    ]
+    if kinds[0] != kinds[1] and checkpoint.manifest().optimizer:
+        raise ConfigError(
+            f"{checkpoint.path} has no state for other kinds of optimisers",
+            effect="nothing was done: no start could continue from it",
+            remedy="leave optimizer.kind and the kinds of optimizer.groups out of --set, and give them to the next "
+            f"start, with --allow optimizer --reset-optimizer {checkpoint.step}",
+        )
 
 
 def _left_behind(run: RunDir, current: Overrides, state: TrainState) -> list[TimelineEntry]:

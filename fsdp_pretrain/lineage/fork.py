@@ -63,7 +63,7 @@ def fork(
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
-    annealed, entries = ([], []) if anneal is None else annealing.changes(parent, step, anneal)
+    annealed, entries = ([], []) if anneal is None else annealing.changes(parent, step, anneal, changes)
     named_changes = [f"run.name={inline(_run_name(target))}", *annealed, *changes]
     request = BranchRequest(step=step, changes=named_changes, skip_steps=skip_steps)
     branch = prepare(parent, request, place=[f"run.dir={inline(str(target))}"], timeline=entries)

@@ -78,7 +78,7 @@ class GLM(Decoder):
         As in GLM-130B, whose code however splits the fused query-key-value matrix wrongly; the separate matrices here
         all follow the paper's rule.
         """
-        kind, leaf = name.split(".")[-2:]
+        kind, leaf = f".{name}".split(".")[-2:]
         if leaf == "bias":
             return Constant(0.0)
         if "norm" in kind:

@@ -40,7 +40,7 @@ def scaled_initial(name: str, std: float, layers: int) -> Initial:
 
     Raises KeyError if no rule covers a name.
     """
-    kind, leaf = name.split(".")[-2:]
+    kind, leaf = f".{name}".split(".")[-2:]
     if leaf == "bias":
         return Constant(0.0)
     if "norm" in kind:

@@ -136,6 +136,6 @@ class Llama(Decoder):
         return [sliding if config.slides(layer) else full for layer, full in enumerate(contexts)]
 
     def initial(self, name: str) -> Initial:
-        if variant_of(self.config).centred and "norm" in name.split(".")[-2]:
+        if variant_of(self.config).centred and "norm" in f".{name}".split(".")[-2]:
             return Constant(0.0)
         return scaled_initial(name, self.config.std, self.config.layers)

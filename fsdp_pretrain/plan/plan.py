@@ -175,7 +175,8 @@ def _most_kept(config: Config) -> int:
     """How many checkpoints there are at most at a time, one of them being written; about so many if the batch grows."""
     checkpoint, changed = config.checkpoint, [entry.checkpoint.every for entry in config.timeline]
     permanent = _completed(config, checkpoint.kept_intervals)
-    all_ = _completed(config, [checkpoint.every, *changed, *checkpoint.kept_intervals, config.eval.every])
+    merged = None if config.eval.merge is None else config.eval.merge.every
+    all_ = _completed(config, [checkpoint.every, *changed, *checkpoint.kept_intervals, config.eval.every, merged])
     return min(checkpoint.keep_last + 1 + len(permanent), len(all_ | {config.schedule.steps}))
 
 

@@ -37,7 +37,8 @@ class Parallel(Llama):
 def hf_config(model: ParallelModel) -> dict[str, Any]:
     """What its own class of transformers would read."""
     names = {"architectures": ["ParallelForCausalLM"], "model_type": "parallel"}
-    return {**names, **model.model_dump(include={"layers", "hidden", "heads", "ffn", "gain", "norm_eps", "rope_base"})}
+    left_out = {"family", "vocab", "vocab_multiple", "declared_params"}
+    return {**names, **model.model_dump(mode="json", exclude_none=True, exclude=left_out)}
 
 
 LAYOUT = HFLayout(hf_config)
