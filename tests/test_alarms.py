@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.health import HealthDetector, is_written_by_trainer
+from fsdp_pretrain.watchdog.detectors.nodes import NodeDetector
+from fsdp_pretrain.watchdog.hang import peers
+from fsdp_pretrain.watchdog.hang.peers import NodeFinding, NodeReport, PeerNodes
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.notify.metrics import METRICS, Exporter, Snapshot
 
@@ -107,6 +111,45 @@ def test_alarms_are_those_of_the_documentation() -> None:
     documented = {key for row in rows for key in re.findall(r"`([a-z-]+(?:/[a-z]*)?)", row)}
     gone = {key for key in documented if not texts & {key, f"{key}-", f"{key.partition('/')[0]}/"}}
     assert len(documented) > 35 and not gone
+
+
+def test_a_problem_of_another_node_is_its_own_alarm(tmp_path: Path) -> None:
+    """This node, where the same is in order, does not resolve it."""
+    alarms = Alarms(tmp_path / "alarms.jsonl", on_change=lambda _: None)
+    here, there = PeerNodes(tmp_path, 0, 2, "x"), PeerNodes(tmp_path, 1, 2, "x")
+    found = {"disk/tmp": "/tmp is full", "memory/n7": "n7: used up soon"}
+    findings = {key: NodeFinding(severity=CRIT, summary=text) for key, text in found.items()}
+    detector = NodeDetector(alarms, here)
+    for beat in range(3):
+        there.write(
+            NodeReport(time=str(beat), attempt="x", host="n7", segment=1, findings=findings if beat < 2 else {})
+        )
+        here.read(all_=True, at_once=True)
+        detector.tick(0.0)
+        alarms.resolve("disk/tmp", "90 GiB free")
+        told = {alarm.key: (alarm.count, alarm.summary) for alarm in alarms}
+        expected = {"disk/tmp/n7": (1, "n7: /tmp is full"), "memory/n7": (1, "n7: used up soon")}
+        assert told == (expected if beat < 2 else {})
+
+
+def test_a_node_that_may_not_report_yet_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the segment is known; later its alarm, by its number, ends with its first report."""
+    clock = [0.0]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    alarms = Alarms(tmp_path / "alarms.jsonl", on_change=lambda _: None)
+    here, there = PeerNodes(tmp_path, 0, 2, "x"), PeerNodes(tmp_path, 1, 2, "x")
+    detector = NodeDetector(alarms, here)
+    clock[0] = 100.0
+    here.begin()
+    detector.tick(0.0)
+    assert alarms.open_keys() == []
+    clock[0] = 200.0
+    detector.tick(0.0)
+    assert alarms.open_keys() == ["node/node-1"]
+    there.write(NodeReport(time="1", attempt="x", host="n7", segment=1))
+    here.read(all_=True, at_once=True)
+    detector.tick(0.0)
+    assert alarms.open_keys() == []
 
 
 def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
@@ -193,8 +236,10 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
     path.parent.mkdir()
     shown.update(full())
     assert shown.problem == "" and {f.name for f in text_string_to_metric_families(path.read_text())} >= {"train_step"}
+    assert "watchdog_pass_age_seconds" not in path.read_text()
     assert NotifySection(metrics=str(path)).metrics == str(path)
     shown.close()
+    assert not path.exists()  # its values would be those of a run that stands
 
 
 def test_alert_rules_name_metrics_that_exist() -> None:

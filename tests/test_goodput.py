@@ -183,7 +183,9 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     script.save()
     script.train(10, seconds=3.0)
     script.fail(93)  # 10 steps of 3.1 s are lost
-    script.queue(600.0)
+    script.queue(200.0)
+    script.tell("launch", outside=True)  # the other node did not come
+    script.queue(400.0)
     script.start(launcher="launch")
     script.train(20)
     script.stop()  # at 60

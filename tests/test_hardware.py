@@ -257,3 +257,21 @@ def test_only_hosts_of_this_start_are_left(tmp_path: Path, host: str, left: list
     Leader(config, RankMonitor(range(1), run.path / "pages", os.getpid()), 1).end_pass([])
     asked = [json.loads(path.read_text())["avoid_hosts"] for path in run.control.glob("*")]
     assert asked == ([left] if left else [])
+
+
+def test_alarms_of_hosts_and_ranks_end_with_their_start(tmp_path: Path) -> None:
+    """The hosts of this start are others; and a run that has completed has no ranks."""
+    run = RunDir(tmp_path / "run")
+    segment = run.new_segment()
+    known = Alarms(alarms_file(run), lambda _: None)
+    for key in ("memory/n7", "oom-kill/n7", "gpu-odd/n7", "gpu-blind/n7", "mount/old", "disk/run"):
+        known.open(key, Severity.CRIT, "n7: it happened")
+    state_files.write(segment / "environment.json", {"time": stamp(time.time() + 60), "hosts": {"n8": 8}})
+    config = Config.model_validate(tiny("x", run.path, "/nowhere"))
+    leader = Leader(config, RankMonitor(range(1), run.path / "pages", os.getpid()), 1)
+    assert leader.alarms.open_keys() == ["disk/run"]
+    leader.alarms.open("straggler/rank-3", Severity.CRIT, "rank 3 needs more time")
+    state_files.write(segment / "exit_intent.json", {"code": 0, "reason": "complete", "time": stamp(time.time())})
+    leader.report_end()
+    assert leader.alarms.open_keys() == ["disk/run"]
+    leader.close()

@@ -14,6 +14,7 @@ from records import commit, step_record
 from watch import Checkpoints, Watch, record, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.run.requests import take
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import checkpoint_store
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
@@ -49,6 +50,8 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     levels = [seen[n][1:] for n in (1, 2, 4, 7)]
     assert levels == [([], []), (["WARN"], []), (["WARN", "CRIT"], ["save"]), (["WARN", "CRIT"], ["save", "stop"])]
     assert "GPU-hours" in watch.changes[1].effect and "tokens" in watch.changes[1].effect
+    asked = {(request.by, request.reason) for request in take(run / "control")}
+    assert asked == {("the watchdog", "no new verified checkpoint")}
     commit(store, 1060)
     train(range(1061, 1130))
     assert watch.transitions()[-1] == ("checkpoint-age", "CRIT", "resolved")

@@ -141,8 +141,12 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
 
 
 def _launch(history: StartHistory, start: Start, after: float) -> float:
-    """When a start was launched: its launcher's journal entry if there is one, else the start of its process."""
-    return next((time for time in history.launches if after <= time <= start.connected), start.launched)
+    """When a start was launched: by its launcher, the last one if others failed before; by the first restart since
+    `after`; else the start of its process."""
+    launches, restarts = (
+        [time for time in times if after <= time <= start.connected] for times in (history.launches, history.restarts)
+    )
+    return launches[-1] if launches else restarts[0] if restarts else start.launched
 
 
 def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_]) -> None:

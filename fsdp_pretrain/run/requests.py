@@ -58,9 +58,10 @@ class Request(StateFile):
 
 
 def put(folder: Path, **content: Any) -> Path:
-    """Write a request, with time and user, into an inbox. Returns its file. Raises OSError."""
+    """Write a request, with its time and, unless it says `by`, its user, into an inbox. Returns its file. Raises
+    OSError."""
     path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
-    state_files.write(path, {**content, "time": now(), "by": who()})
+    state_files.write(path, {"by": who(), **content, "time": now()})
     return path
 
 

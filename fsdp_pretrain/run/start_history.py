@@ -64,7 +64,8 @@ class StartHistory:
 
     starts: list[Start]  # since the beginning of the run, or of the fork
     nodes: list[lineage.LineageNode]
-    launches: list[float]  # when a launcher started or restarted the job
+    launches: list[float]  # when a launcher started the job
+    restarts: list[float]  # when it started the ranks again
 
 
 def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
@@ -85,8 +86,11 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
         starts.append(_start(run, number, begun[number], entries, steps, heartbeats.get(number), until))
     forked = (at for at, entry in enumerate(entries) if entry["kind"] == "fork" and entry.get("segment") == first)
     own = entries[next(forked, 0) :]  # the entries before are the parent's
-    launches = [seconds_of(entry["time"]) or 0.0 for entry in own if entry["kind"] in ("launch", "restart")]
-    return StartHistory(_until_complete(starts, nodes), nodes, sorted(launches))
+    launches, restarts = (
+        sorted(seconds_of(entry["time"]) or 0.0 for entry in own if entry["kind"] == kind)
+        for kind in ("launch", "restart")
+    )
+    return StartHistory(_until_complete(starts, nodes), nodes, launches, restarts)
 
 
 def _until_complete(starts: list[Start], nodes: list[lineage.LineageNode]) -> list[Start]:

@@ -214,6 +214,7 @@ class Agent:
         if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
             self._end_if_superseded()
         if leads and self._leader is None and self._segment and not self._ended:
+            self._nodes.begin()
             self._leader = Leader(self._config, self._ranks, self._segment)
             for key, finding in self._findings.by_key.items():  # opened before the segment was known
                 finding.enter(self._leader.alarms, key)

@@ -28,8 +28,11 @@ from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
 
 from .pass_runner import INTERVAL
 
-_PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
-"""Detectors whose alarms end when the ranks are restarted."""
+_PER_START = frozenset(
+    "hang rank-died ended pace straggler node gpu gpu-odd gpu-blind memory oom-kill mount run-directory corpus-storage "
+    "mirror".split()
+)
+"""Detectors whose alarms end when the ranks are restarted, perhaps on other hosts: what persists is found again."""
 _SNAPSHOT_SECONDS = 10.0
 _SERVE_PASSES = 5
 """Passes between two checks for requests and two exports, unless an alarm changes."""
@@ -173,12 +176,12 @@ class Leader:
 
     def report_end(self) -> None:
         """Once all ranks have ended: open an alarm unless they ended in order, or the run was complete before."""
-        if status.read(self._run).was_complete:
+        intent = exit_intent.read(self._metrics.parent)
+        if status.read(self._run).was_complete or (intent is not None and intent.code == Exit.COMPLETE):
             for alarm in [alarm for alarm in self.alarms if alarm.detector in _PER_START]:
                 self.alarms.resolve(alarm.key, "the run is complete")
             return
-        intent = exit_intent.read(self._metrics.parent)
-        if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
+        if intent is None or intent.code in (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
             return
         self.alarms.open(
             "ended",

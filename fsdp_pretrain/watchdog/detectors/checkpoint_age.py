@@ -172,7 +172,10 @@ class CheckpointAgeDetector(StoreDetector):
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._requests[verb] = PeriodicProbe(partial(send, self._run, verb), math.inf)  # the storage may hang
+            why = {"by": "the watchdog", "reason": "no new verified checkpoint"}
+            self._requests[verb] = PeriodicProbe(
+                partial(send, self._run, verb, **why), math.inf
+            )  # the storage may hang
         return f"asked the run to {verb}"
 
     def tick(self, now: float) -> None:

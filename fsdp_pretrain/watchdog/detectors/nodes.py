@@ -22,13 +22,13 @@ class NodeDetector(Detector):
         reported = set[str]()
         for other in self._nodes.others:
             for key, finding in other.report.findings.items():
-                finding.enter(self.alarms, key)
-                reported.add(key)
+                reported.add(finding.enter(self.alarms, key, other.report.host))
             if other.silent:
                 effect = "its node or agent failed, or it cannot reach the run directory"
                 open_silence(self.alarms, other.report.host, other.silence, effect, step=self.at)
             elif not other.report.ended:
-                self.alarms.resolve(f"node/{other.report.host}", f"{other.report.host} sends heartbeats again")
+                for name in {other.report.host, f"node-{other.number}"}:  # by its number before its first report
+                    self.alarms.resolve(f"node/{name}", f"{other.report.host} sends heartbeats again")
         for key in self._reported - reported:
             self.alarms.resolve(key)
         self._reported = reported

@@ -41,10 +41,13 @@ class NodeFinding(BaseModel):
     step: int | None = None
     facts: dict[str, Any] = {}
 
-    def enter(self, alarms: AlarmSink, key: str) -> None:
-        """Open it in `alarms`."""
+    def enter(self, alarms: AlarmSink, key: str, host: str = "") -> str:
+        """Open it in `alarms`, as one of another `host`, whose key and summary name it: here the same may be in order.
+        Returns the key."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
-        alarms.open(key, self.severity, self.summary, **more)
+        key = key if not host or host in key.split("/") else f"{key}/{host}"
+        alarms.open(key, self.severity, self.summary if host in self.summary else f"{host}: {self.summary}", **more)
+        return key
 
 
 class NodeFindings(AlarmSink):
@@ -98,9 +101,14 @@ class PeerNode:
             self._heard = time.monotonic()
         self.report = report
 
+    def begin(self) -> None:
+        """Count its silence from here, unless it has reported."""
+        if not self.report.time:
+            self._heard = time.monotonic()
+
     @property
     def silence(self) -> float:
-        """Seconds since the last sign of life of the node's agent, or since this agent started if there was none."""
+        """Seconds since the last sign of life of the node's agent; since `begin` if there was none."""
         return time.monotonic() - self._heard
 
     @property
@@ -139,6 +147,11 @@ class PeerNodes:
         with contextlib.suppress(OSError):
             values = report.model_dump(mode="json", exclude_unset=True)
             state_files.write(self._directory / f"{self.node}.json", values)
+
+    def begin(self) -> None:
+        """The segment is known, so that the others may report from now on."""
+        for other in self.others:
+            other.begin()
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
         """Read other nodes' reports, once per beat. Returns whether a beat was due.

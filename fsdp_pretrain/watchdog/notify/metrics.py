@@ -5,6 +5,7 @@ Unknown values are left out, so that an alert rule sees a missing series instead
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
@@ -85,6 +86,7 @@ class Exporter:
         self._at = 0.0
         self._server: WSGIServer | None = None
         self._write: Callable[[], None] | None = None
+        self._file: Path | None = None
         self.port: int | None = None
         self.problem = ""
         if address is None:
@@ -95,6 +97,7 @@ class Exporter:
         registry.register(self)
         if address.endswith(".prom"):
             self._write = partial(prometheus_client.write_to_textfile, address, registry)
+            self._file = Path(address)
             return
         host, _, port = address.rpartition(":")
         try:
@@ -119,7 +122,8 @@ class Exporter:
 
         if self._shown is None:
             return
-        snapshot = {**self._shown, "pass_age": time.monotonic() - self._at}
+        # In a file it would always be new; node_exporter tells how old the file is.
+        snapshot = {**self._shown, "pass_age": None if self._file else time.monotonic() - self._at}
         for key, source in METRICS.items():
             family = CounterMetricFamily if source.name.endswith("_total") else GaugeMetricFamily
             metric = family(source.name, source.help, labels=["run", *([source.label] if source.label else [])])
@@ -131,7 +135,10 @@ class Exporter:
                 yield metric
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the server, or remove the file: its values would be taken for those of a run that stands."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink(missing_ok=True)
