@@ -104,6 +104,21 @@ def launch(lab: Any, helpers: Any) -> Iterator[Callable[..., Launched]]:
 LONG = {"duration": "4000 steps", "global_batch": "8 samples", "micro_batch": 2}
 
 
+def test_the_last_alarm_is_told_before_the_launcher_ends(lab: Any, launch: Launch) -> None:
+    """A container ends with it, and after a refusal no start follows whose watchdog would send the rest."""
+    heard, hook = lab.path / "heard", lab.path / "hook"
+    hook.write_text(f"#!/bin/sh\nsleep 1\necho $WD_KEY $WD_STATE >>{heard}\n")
+    hook.chmod(0o755)
+    watchdog = {"enabled": True, "notify": {"command": [str(hook)]}}
+    config = lab.config(train=LONG, parallel={"shard": 2}, watchdog=watchdog)
+    first = launch(config)
+    first.reaches(3)
+    first.process.send_signal(signal.SIGUSR1)
+    first.ends(75)
+    launch(config, "model.ffn=96").ends(78)
+    assert "ended open" in heard.read_text().splitlines()
+
+
 def segments(job: Launched) -> int:
     return len(list((job.run / "segments").iterdir()))
 

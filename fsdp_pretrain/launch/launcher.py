@@ -34,6 +34,8 @@ from .torchrun import Torchrun
 from .watch import END_SECONDS, TorchrunWatch
 
 _POLL, _READ_EVERY = 0.1, 1.0  # seconds
+_TOLD_SECONDS = 15.0
+"""For the last messages of the watchdog."""
 
 
 class Launcher:
@@ -201,6 +203,7 @@ class Launcher:
         elif decision.code == Exit.RESUME_AVOIDING_HOSTS:
             hosts = outcome.avoided(self._run)
             self._journal("avoid-hosts", f"start again without {', '.join(hosts)}", hosts=hosts)
+        torchrun.wait_for_watchdog(self._run.path, _TOLD_SECONDS)  # a container ends with this process
         return decision.code
 
     def _record_refusal(self, code: int, reason: str) -> None:

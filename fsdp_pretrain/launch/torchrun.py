@@ -38,6 +38,7 @@ WRONG_OPTIONS = 2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
+_AGENT = "fsdp_pretrain.watchdog.agent"
 _OTHERS_SECONDS = 10.0
 """Seconds for which a rank leaves an error common to all to the rank that says it."""
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
@@ -238,6 +239,16 @@ class Torchrun(subprocess.Popen[bytes]):
     def wait_for_ranks(self, seconds: float) -> bool:
         """Wait for ranks that outlive torchrun; returns whether all are gone."""
         return not psutil.wait_procs(self.ranks(), timeout=seconds)[1]
+
+
+def wait_for_watchdog(run: Path, seconds: float) -> None:
+    """Wait until the watchdog of a run has ended on this machine: it tells why the ranks ended, after them."""
+    agents = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if {_AGENT, str(run)} <= {*process.cmdline()}:
+                agents.append(process)
+    psutil.wait_procs(agents, timeout=seconds)
 
 
 def run_once(command: Sequence[str]) -> int:
