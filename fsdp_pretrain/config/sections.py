@@ -287,7 +287,7 @@ class MergeSection(Section):
     last: Length
     """Those less than this before the newest."""
     every: Length | None = None
-    """Of these only those that complete this interval."""
+    """Of these only those that complete this interval, for which checkpoints are saved."""
     weights: Literal["uniform", "decay"] = "uniform"
     """How they count: as under a learning rate that falls linearly, or as 1 - sqrt(x)."""
 

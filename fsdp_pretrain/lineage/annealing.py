@@ -73,7 +73,7 @@ def changes(
     if not was or not scale:
         raise ConfigError(f"the learning rate of step {step} is 0: there is nothing to decay from")
     steps = asked.length.unit == "step"  # counted from here: the run may have had another batch before
-    of_batch = [text for text in others if text.partition("=")[0].strip().startswith(("train.global", "train.batch"))]
+    of_batch = [text for text in others if text.strip().startswith("train.")]
     batch = load(run.config, of_batch).schedule.batch if of_batch else schedule.batch
     ahead = asked.length.value if steps else batch.steps_between(at, schedule.behind(at, asked.length))
     end = batch.ahead(at, ahead)

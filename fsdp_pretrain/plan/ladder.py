@@ -100,7 +100,7 @@ def ladder(config: Config, count: int, out: Path) -> list[Config]:
 def _run(config: Config, model: AnyModel, share: float, factor: float, out: Path) -> Config:
     """A run with `share` of the target's N, and that share of all that is counted in steps, samples or tokens. It has
     no ramp of the batch and no evaluations; its held-out loss is measured at the end. Its batch splits over 8 ranks, or
-    over fewer, if it would be rounded by more than 1/16; so does its model, that the target may shard over more."""
+    over fewer, if it would be rounded by more than 1/16; for that its model may have fewer shards, too."""
     target, full, shard = config.schedule, config.schedule.batch.full, config.parallel.shard
     rule = full * share**BATCH_POWER
     while shard != "node" and shard % 2 == 0 and 16 * shard > rule:
