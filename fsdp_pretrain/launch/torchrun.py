@@ -26,7 +26,7 @@ from fsdp_pretrain.processes import die_with_parent, process_start
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.exit_intent import ExitIntent
 from fsdp_pretrain.run.lock import this_process
-from fsdp_pretrain.watchdog.hang.rank_client import root
+from fsdp_pretrain.watchdog.hang.rank_client import AGENT, root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
 """Environment variables of ranks: process id of the launcher; file for an exit code decided before there is a segment;
@@ -38,7 +38,6 @@ WRONG_OPTIONS = 2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
-_AGENT = "fsdp_pretrain.watchdog.agent"
 _OTHERS_SECONDS = 10.0
 """Seconds for which a rank leaves an error common to all to the rank that says it."""
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
@@ -242,11 +241,11 @@ class Torchrun(subprocess.Popen[bytes]):
 
 
 def wait_for_watchdog(run: Path, seconds: float) -> None:
-    """Wait until the watchdog of a run has ended on this machine: it tells why the ranks ended, after them."""
+    """Wait until the watchdog of a run has ended on this machine, at most `seconds`: it tells why the ranks ended."""
     agents = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if {_AGENT, str(run)} <= {*process.cmdline()}:
+            if {AGENT, str(run)} <= {*process.cmdline()}:
                 agents.append(process)
     psutil.wait_procs(agents, timeout=seconds)
 

@@ -175,7 +175,8 @@ class Leader:
             self._notifier.on_change(alarm)
 
     def report_end(self) -> None:
-        """Once all ranks have ended: open an alarm unless they ended in order, or the run was complete before."""
+        """Once all ranks have ended: resolve the alarms of the start if the run is complete; else open one, unless they
+        ended in order."""
         intent = exit_intent.read(self._metrics.parent)
         if status.read(self._run).was_complete or (intent is not None and intent.code == Exit.COMPLETE):
             for alarm in [alarm for alarm in self.alarms if alarm.detector in _PER_START]:

@@ -173,9 +173,8 @@ class CheckpointAgeDetector(StoreDetector):
         if verb not in self._asked:
             self._asked.add(verb)
             why = {"by": "the watchdog", "reason": "no new verified checkpoint"}
-            self._requests[verb] = PeriodicProbe(
-                partial(send, self._run, verb, **why), math.inf
-            )  # the storage may hang
+            # A probe, as the storage may hang.
+            self._requests[verb] = PeriodicProbe(partial(send, self._run, verb, **why), math.inf)
         return f"asked the run to {verb}"
 
     def tick(self, now: float) -> None:

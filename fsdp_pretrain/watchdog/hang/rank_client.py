@@ -38,6 +38,8 @@ from .rank_monitor import requests_of
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
 """Path prefix of this project's files in stack dumps."""
 _INTERVAL = 1.0
+AGENT = "fsdp_pretrain.watchdog.agent"
+"""The module that the agent of a node runs."""
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
@@ -133,7 +135,7 @@ class AgentProcess:
     def _start(self) -> HelperProcess:
         """Start the agent. It writes to this process's output until it has a log."""
         words = (str(self._run), f"node-{self._settings.node}")
-        return HelperProcess("fsdp_pretrain.watchdog.agent", *words, settings=self._settings)
+        return HelperProcess(AGENT, *words, settings=self._settings)
 
     def pass_run_id(self) -> None:
         """Write the id of the run directory beside the pages once known; the agent writes nothing there before."""
