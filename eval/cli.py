@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
     """The model that `run` evaluates, and the configuration of the evaluation. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
-    from fsdp_pretrain.config.sections import BUNDLED, EvalSection
+    from fsdp_pretrain.config.sections import BUNDLED
 
     from .exported import open_model
     from .separators import NAME
@@ -105,7 +105,7 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
     if args.out:
         make_directory(args.out.parent)
     evaluated = open_model(args.path, args.step)
-    before = evaluated.trained.eval if evaluated.trained is not None else EvalSection()
+    before = _configured(evaluated)
     given = {key: getattr(args, key) for key in ("tasks", "heldout", "device")}
     settings = {"include": args.include, **{key: value for key, value in given.items() if value is not None}}
     limit = [] if args.limit is None else [f"eval.limit={args.limit}"]
@@ -120,6 +120,18 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
             remedy=f"if you trust them, add: {folders}",
         )
     return evaluated, section
+
+
+def _configured(evaluated: EvaluatedModel) -> EvalSection:
+    """The `[eval]` of the run that a checkpoint is in, which may have changed since it was saved; else the recorded
+    one, or the default."""
+    from fsdp_pretrain.config.resume_rules import load_recorded
+    from fsdp_pretrain.config.sections import EvalSection
+
+    if evaluated.trained is None:
+        return EvalSection()
+    run = RunDir(evaluated.path.parent.parent)
+    return (load_recorded(run.config, own=False) if run.config.exists() else evaluated.trained).eval
 
 
 @verb(
@@ -188,7 +200,7 @@ def _scheduled(run: RunDir) -> Config:
     argument("step", nargs="?", type=positive, metavar="STEP", help="of the checkpoint (default: all given up)"),
 )
 def _retry(args: argparse.Namespace) -> int:
-    """Forget the failed attempts of evaluations that were given up: workers try them again, at once."""
+    """Forget the failed attempts of evaluations that were given up: a running worker tries them again, at once."""
     from fsdp_pretrain.checkpoint.evaluations import without_results
     from fsdp_pretrain.run.journal import add, who
 
@@ -209,8 +221,7 @@ def _retry(args: argparse.Namespace) -> int:
         text = f"will be evaluated again; {counted(count, 'failed attempt')} forgotten"
         add(run, "eval-retry", text, step=step, by=who())
         print(f"step {step}: {text}")
-    if not chosen:
-        print("no evaluation was given up")
+    print(f"if no worker runs: fsdp-eval watch {run.path} --once" if chosen else "no evaluation was given up")
     return 0
 
 

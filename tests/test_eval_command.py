@@ -234,13 +234,14 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     heldout = shlex.quote(str(lab.heldout))
     export = shlex.join([sys.executable, "-m", "fsdp_pretrain.cli", "checkpoints"])
     command = (
-        f'set -e; {export} "$EVAL_RUN" export "$EVAL_STEP" {pool} --dtype fp32; {evaluate} {pool} '
+        f'set -e; rm -rf {pool}; {export} "$EVAL_RUN" export "$EVAL_STEP" {pool} --dtype fp32; '
+        f"[ -e {pool}-down ] || {{ touch {pool}-down; exit 1; }}; {evaluate} {pool} "
         f'--tasks "$EVAL_TASKS" --heldout {heldout} --limit 2 --out "$EVAL_RESULTS"'
     )
     config = tomllib.loads(run.config.read_text())
-    config["eval"] |= {"command": command, "every": "2 steps"}  # one evaluation: the folder is exported once
+    config["eval"] |= {"command": command, "every": "2 steps", "retry": "0.001 s"}
     run.config.write_text(tomli_w.dumps(config))
-    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0)
+    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=1)  # one attempt failed
     (published,) = run.path.glob("evals/step-*/*/results.json")
     run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json", expect=0)
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records
-from processes import Run
+import tomli_w
+from laboratory import moved
+from processes import ROOT, Run
 
 pytest.importorskip("lm_eval")
 
@@ -196,6 +202,37 @@ def test_data_that_is_not_in_the_cache_is_not_asked_for_offline(run: Path, tmp_p
     done = run_command("fsdp_pretrain.eval.cli", "run", run, *asked)
     assert done.returncode == 78 and "lm-eval cannot load public" in done.stderr, done.stderr
     assert "offline" in done.stderr.lower() and "with the same cache (HF_HOME)" in done.stderr
+
+
+def test_the_slurm_scripts_evaluate_what_the_run_says_now(
+    run: Path, tasks: Path, tmp_path: Path, run_command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `srun` of one task. The checkpoint was saved when `[eval]` named other tasks and no folder of them."""
+    commands = {
+        "srun": 'exec "$@"',
+        "fsdp-eval": f'exec {sys.executable} -m fsdp_pretrain.eval.cli "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    again = moved(run, tmp_path / "run")
+    config = tomllib.loads((again / "config.toml").read_text())
+    config["eval"] |= {"tasks": ["choose"], "include": [str(tasks)], "attempts": 1}
+    config["eval"]["command"] = f"exec bash {ROOT}/scripts/slurm/eval_checkpoint.sbatch"
+    (again / "config.toml").write_text(tomli_w.dumps(config))
+    for name, value in {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "FSDP_PRETRAIN": str(ROOT),
+        "DEVICE": "cpu",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(["bash", ROOT / "scripts/slurm/eval.sbatch", again], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (results,) = again.glob("evals/step-*/choose/results.json")
+    assert json.loads(results.read_text())["documents"] == {"choose": 4}
+    refused = run_command("fsdp_pretrain.eval.cli", "run", again)  # of files that are programs, by hand
+    assert refused.returncode == 78 and f"add: --include {tasks}" in refused.stderr
 
 
 @pytest.mark.slow

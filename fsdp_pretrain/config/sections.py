@@ -334,8 +334,8 @@ class EvalSection(Section):
     """Pause after the first failed attempt at a checkpoint; four times longer after each further one."""
     command: str | None = None
     """Shell command that evaluates a due checkpoint elsewhere, for example with `sbatch --wait`. Its environment has
-    `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must be when it
-    ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`."""
+    `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_INCLUDE`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results
+    must be when it ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`."""
     deadline: Seconds = Seconds(3 * 3600)
     """An attempt that takes longer has failed; its stack is kept."""
     overdue: Seconds = Seconds(2 * 3600)
