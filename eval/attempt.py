@@ -26,7 +26,7 @@ from fsdp_pretrain.checkpoint.evaluations import Job
 from fsdp_pretrain.checkpoint.store import Store, step_of
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
-from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError, UserError
 from fsdp_pretrain.processes import collect_seldom, die_with_parent, start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
@@ -34,7 +34,7 @@ from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.state_files import DamagedFileError, StateFile
 from fsdp_pretrain.units import human_time
 
-from .results import EvaluationError, RefusedError, Results, Verdict
+from .results import MERGE, EvaluationError, RefusedError, Results, Verdict
 
 _POLL_SECONDS = 1.0
 _DUMP_SECONDS = 5.0
@@ -190,6 +190,7 @@ def main() -> int:
             "EVAL_CHECKPOINT": str(path),
             "EVAL_STEP": str(step_of(path.name)),
             "EVAL_TASKS": ",".join(section.tasks),
+            "EVAL_INCLUDE": "\n".join(map(str, section.include)),
             "EVAL_RESULTS": str(place / "results.json"),
             "EVAL_RUN": str(run.path),
         }
@@ -212,8 +213,10 @@ def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
     try:
         merged = open_merge(checkpoint, section.merge)
         return results if merged is None else results.beside(evaluate(merged, section))
-    except CheckpointError as error:  # of a parent; the checkpoint itself has its scores
-        verdict = Verdict(probe="merge", ok=False, text=f"its parents cannot be merged: {error.cause}")
+    except RefusedError:
+        raise
+    except (CheckpointError, ConfigError) as error:  # of a parent; the checkpoint itself has its scores
+        verdict = Verdict(probe=MERGE, ok=False, text=f"its parents cannot be merged: {error.cause}")
         return results.model_copy(update={"verdicts": [*results.verdicts, verdict]})
 
 

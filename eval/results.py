@@ -13,6 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.state_files import StateFile
 
+MERGE = "merge"
+"""Name, like a probe's, of the verdict whether `eval.merge` had checkpoints that it could merge."""
+
 
 class Verdict(BaseModel):
     """The conclusion of a probe from its scores."""
@@ -73,7 +76,11 @@ class Results(StateFile):
 
     def beside(self, merge: Results) -> Results:
         """These results with those of a merge of checkpoints, whose tasks are named `TASK@merge`."""
-        update: dict[str, Any] = {"seconds": self.seconds + merge.seconds}
+        verdict = Verdict(probe=MERGE, ok=True, text="the mean of the last checkpoints was evaluated")
+        update: dict[str, Any] = {
+            "seconds": self.seconds + merge.seconds,
+            "verdicts": [*self.verdicts, verdict],
+        }
         for name in ("scores", "documents", "higher_is_better", "num_fewshot"):
             theirs = {f"{task}@merge": value for task, value in getattr(merge, name).items()}
             update[name] = {**getattr(self, name), **theirs}

@@ -77,7 +77,7 @@ class Subject:
             return [exp(score) for score, _ in self.model.score_tokens([(text, len(text) - 1) for text in texts])]
         jobs = [(part, max(1, (len(text) - 1) // 2)) for text in texts for part in (text, text[:-1])]
         scores = [score for score, _ in self.model.score_tokens(jobs)]
-        return [exp(min(0.0, whole - rest)) for whole, rest in zip(scores[::2], scores[1::2], strict=True)]
+        return [exp(min(whole - rest, 0.0)) for whole, rest in zip(scores[::2], scores[1::2], strict=True)]
 
 
 def separator_probe(subject: Subject) -> Probed:

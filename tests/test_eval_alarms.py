@@ -15,12 +15,17 @@ from watch import Watch
 from fsdp_pretrain.checkpoint.evaluations import given_up_jobs
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.eval.results import MERGE
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lock import this_process
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 
 TASKS = "heldout_bpb+separator_probe"
+
+
+def ago(hours: float) -> str:
+    return datetime.fromtimestamp(time.time() - 3600 * hours, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 class Evaluated:
@@ -35,7 +40,10 @@ class Evaluated:
         self.watch = watch
         watch.detectors = [EvaluationDetector(watch.alarms, RunDir(self.path))]
 
-    def result(self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
+    def result(
+        self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None,
+        merge: bool | None = None,
+    ) -> None:  # fmt: skip
         folder = self.path / f"evals/step-{step:08d}" / TASKS
         folder.mkdir(parents=True)
         values = {
@@ -43,14 +51,16 @@ class Evaluated:
             "limit": limit,
             "scores": {"heldout_bpb": {"bits_per_byte": bpb}, "separator_probe": {"second": 0.5}},
             "higher_is_better": {"heldout_bpb": {"bits_per_byte": False}},
-            "verdicts": [{"probe": "separator_probe", "ok": ok, "text": "P(separator) is 0.5"}],
+            "verdicts": [
+                {"probe": "separator_probe", "ok": ok, "text": "P(separator) is 0.5"},
+                *([] if merge is None else [{"probe": MERGE, "ok": merge, "text": "of its parents"}]),
+            ],
         }
         state_files.write(folder / "results.json", records.results(step=step, **values))
 
     def checkpoint(self, step: int, hours: float) -> Path:
         """Committed so long ago; the folder of its evaluation."""
-        committed = datetime.fromtimestamp(time.time() - 3600 * hours, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        records.commit(Store(self.path / "checkpoints"), step, committed=committed)
+        records.commit(Store(self.path / "checkpoints"), step, committed=ago(hours))
         folder = self.path / f"evals/step-{step:08d}" / TASKS
         folder.mkdir(parents=True)
         return folder
@@ -84,6 +94,18 @@ def test_a_verdict_is_critical_until_a_later_one_is_good(evaluated: Evaluated) -
     assert evaluated.changes() == [(key, "CRIT", "resolved")]
 
 
+def test_a_merge_that_cannot_be_made_is_no_fault_of_training(evaluated: Evaluated) -> None:
+    """Neither its severity, effect nor remedy are those of wrong data, and the next merge ends it."""
+    evaluated.result(10, merge=False)
+    assert evaluated.changes() == [("evaluation-verdict/merge", "WARN", "open")]
+    (alarm,) = evaluated.watch.alarms
+    assert "training is not affected" in alarm.effect and "rollback" not in alarm.remedy
+    evaluated.result(20)  # fewer than two checkpoints to merge
+    assert evaluated.changes() == []
+    evaluated.result(30, merge=True)
+    assert evaluated.changes() == [("evaluation-verdict/merge", "WARN", "resolved")]
+
+
 @pytest.mark.promise("no-wrong-scores")
 def test_a_score_that_is_no_number_is_critical_and_hides_nothing_later(evaluated: Evaluated) -> None:
     for step, value in enumerate((2.00, 1.98, 1.97, 1.97, 1.96, 1.95, None, 1.95, 1.95), 1):
@@ -109,6 +131,16 @@ def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> Non
     assert evaluated.changes() == [(key, "WARN", "open")]
     evaluated.result(30)  # a later one was evaluated
     assert evaluated.changes() == [(key, "WARN", "resolved")]
+
+
+@pytest.mark.parametrize(("minutes", "opened"), [(1, False), (30, False), (90, True)])
+def test_a_checkpoint_waits_from_its_last_failed_attempt_on(evaluated: Evaluated, minutes: int, opened: bool) -> None:
+    """The pause before the next attempt is not a missing worker."""
+    folder = evaluated.checkpoint(10, hours=9)
+    committed = Store(evaluated.path / "checkpoints").find(10).manifest().committed
+    failed = {"time": ago(minutes / 60), "reason": "no partition", "committed": committed}
+    state_files.write(folder / "failed-0.json", failed)
+    assert evaluated.changes() == ([("evaluation-overdue", "WARN", "open")] if opened else [])
 
 
 def test_a_checkpoint_that_was_given_up_is_told_until_somebody_decides(evaluated: Evaluated) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("lm_eval")
 import torch
 
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective, GLMObjective
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.eval.checkpoints import open_checkpoint
@@ -177,3 +178,13 @@ def test_verdicts(
     given = replace(subject, model=model, documents=held, source=judged)
     verdict = separator_probe(given).verdict
     assert verdict is not None and verdict.ok is ok, verdict
+
+
+@pytest.mark.parametrize("objective", [CausalObjective(), GLMObjective(kind="glm", row=64)])
+def test_a_model_that_computes_nan_has_scores_that_are_none_and_no_verdict(
+    subject: Subject, objective: AnyObjective
+) -> None:
+    model = Table(subject.source.tokenizer.eod, 7, math.nan, math.nan, math.nan)
+    probed = separator_probe(replace(subject, model=model, source=replace(subject.source, objective=objective)))
+    assert all(math.isnan(probed.scores[name]) for name in ("end", "second", "inside", "repeat"))
+    assert probed.verdict.ok is None

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -30,6 +31,7 @@ from fsdp_pretrain.run.lines import read_lines
 from fsdp_pretrain.run.metrics import read_metrics
 from fsdp_pretrain.run.start_history import read_history
 from fsdp_pretrain.units import human_time
+from fsdp_pretrain.views.report import summary
 from fsdp_pretrain.views.report.evaluations import newest_texts
 from fsdp_pretrain.views.report.events import read_events
 from fsdp_pretrain.views.report.summary import moving_mean
@@ -190,6 +192,16 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     (acc,) = {float(value) for value in re.findall(r"hellaswag acc_norm ([\d.]+) ± 0.007", shown.text)}
     assert acc == pytest.approx(score["y"][-1], rel=1e-3)
     assert "sequence_length = " in shown.text.partition("<summary>all keys</summary>")[2]
+
+
+@pytest.mark.quick
+def test_numbers_of_a_probe_are_no_scores() -> None:
+    """Nor are those of a merge of checkpoints."""
+    row = {"second": 0.125}
+    scores = {"separator_probe": row, "separator_probe@merge": row, "arc_easy@merge": row}
+    entry = {"kind": "eval", "step": 8, "time": stamp(0.0), "scores": scores}
+    record = SimpleNamespace(entries=[entry], lines=SimpleNamespace(locate=lambda step, at: None))
+    assert [name for name, _ in summary._scores(record)] == [("arc_easy@merge", "second")]  # type: ignore[arg-type]
 
 
 @pytest.mark.quick

@@ -142,8 +142,7 @@ def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
         ended = f"failed {counted(count, 'time')}"
         if job.given_up:
             ended = f"was given up after {counted(count, 'failed attempt')}"
-        next_attempt = (
-            f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
-        )
+        place = run.path if run.fetched is None else "RUN"
+        next_attempt = f"then: fsdp-eval retry {place} {step}" if job.given_up else f"again in {human_time(job.pause)}"
         failed.append((f"the evaluation of step {step:_} {ended} ({reason}); {next_attempt}", job.given_up))
     return failed

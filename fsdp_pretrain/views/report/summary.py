@@ -96,7 +96,7 @@ def _error(score: ScorePoint) -> str:
 def _scores(record: RunRecord) -> list[tuple[tuple[str, str], list[ScorePoint]]]:
     """The scores of tasks, by (task, metric); those of probes are verdicts, which are problems if they are bad."""
     every = read_scores(record.entries, record.lines)
-    return [(name, scores) for name, scores in every.items() if not name[0].endswith("_probe")]
+    return [(name, scores) for name, scores in every.items() if not name[0].partition("@")[0].endswith("_probe")]
 
 
 def _attention(record: RunRecord) -> Iterator[str]:

@@ -46,7 +46,8 @@ class _Results(state_files.StateFile):
 
 @dataclass(frozen=True)
 class _Late:
-    """A due checkpoint whose results are late: seconds since it was committed, and whether a worker has claimed it."""
+    """A due checkpoint whose results are late: seconds since it was committed or an attempt failed, and whether a
+    worker has claimed it."""
 
     step: int
     seconds: float
@@ -77,13 +78,14 @@ def _look(run: RunDir) -> _Evaluations:
     for job in without_results(run, config):
         if job.given_up:
             given_up.append(_GivenUp(job.checkpoint.step, job.failures[-1].reason))
-        elif job.checkpoint.step > max((result.step for result in results), default=-1):
+        elif job.checkpoint.step > max((result.step for result in results), default=-1) and not job.pause:
             held = lock.read(job.folder / "claim.json")
             claimed = held is not None and lock.is_alive(held) is not False
             allowed = config.eval.overdue.value
             if held is not None and claimed:
                 allowed += held.deadline or 0.0  # by then its worker has ended it
-            seconds = time.time() - (seconds_of(job.committed) or time.time())
+            since = [job.committed, *(failure.time for failure in job.failures)][-1]
+            seconds = time.time() - (seconds_of(since) or time.time())
             if seconds > allowed:
                 late.append(_Late(job.checkpoint.step, seconds, claimed))
     return _Evaluations(sorted(results, key=lambda result: result.step), late, given_up)
@@ -129,7 +131,8 @@ class EvaluationDetector(Detector):
             f"no scores of step {_steps(given_up)}: all eval.attempts failed: {given_up[-1].reason}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores. The oldest "
             "checkpoint.keep_last of them are not deleted",
-            f"see evals/log; mend the cause, then: fsdp-eval retry {self._run}",
+            f"see evals/log; mend the cause, then: fsdp-eval retry {self._run}, and if no worker runs: fsdp-eval watch "
+            f"{self._run} --once",
             facts={"steps": [job.step for job in given_up]},
         )
 
@@ -140,13 +143,18 @@ class EvaluationDetector(Detector):
             newest |= {verdict.probe: (result.step, verdict) for verdict in result.verdicts if verdict.ok is not None}
         bad = {f"evaluation-verdict/{probe}": item for probe, item in newest.items() if not item[1].ok}
         for key, (step, verdict) in bad.items():
+            merge = verdict.probe == "merge"
             self.open(
                 key,
-                Severity.CRIT,
+                Severity.WARN if merge else Severity.CRIT,
                 f"{verdict.probe} of step {step}: {verdict.text}",
-                "what is trained now teaches the model the wrong thing; tokens are being wasted",
-                f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: fsdp-data "
-                "validate; then go back with fsdp-pretrain rollback",
+                "training is not affected; only the scores of TASK@merge are missing"
+                if merge
+                else "what is trained now teaches the model the wrong thing; tokens are being wasted",
+                "nothing, if later merges leave that checkpoint out; else change eval.merge and start again"
+                if merge
+                else f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: "
+                "fsdp-data validate; then go back with fsdp-pretrain rollback",
                 facts={"evaluated": step},
             )
         self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
