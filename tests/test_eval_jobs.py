@@ -150,6 +150,27 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
 
 
 @pytest.mark.quick
+def test_a_claim_that_could_not_be_removed_is_free_once_its_storage_is_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker lives on, but has released it."""
+    job, read = due(run)[0], Path.read_bytes
+
+    def away(path: Path) -> bytes:
+        if path.name == "claim.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+
+    monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.0)
+    with monkeypatch.context() as storage, jobs.claim(job) as mine:
+        assert mine is not None
+        storage.setattr(Path, "read_bytes", away)
+    assert (job.folder / "claim.json").exists()
+    with jobs.claim(job) as again:
+        assert again is not None
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_checkpoint_that_retention_deletes_during_a_look_is_not_due(run: Path, gone: bool) -> None:
     """A damaged one is told."""
@@ -273,6 +294,7 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
     assert watched.returncode == 0 and "3 given up (see fsdp-eval retry)" in watched.stdout, watched.stderr
     again = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)
     assert again.returncode == 0 and "step 10: will be evaluated again; 3 failed attempts" in again.stdout
+    assert f"if no worker runs: fsdp-eval watch {run} --once" in again.stdout
     assert [(job.checkpoint.step, job.pause) for job in due(run)] == [(10, 0)]
     assert watch(run, works) == (1, 0)
     unknown = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)

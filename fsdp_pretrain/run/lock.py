@@ -34,6 +34,10 @@ _READS, _RETRY_SECONDS = 10, 0.1
 _TURN = 1.0
 
 
+_released: set[str] = set()
+"""Tokens of leases that this process has released: one that it could not read then is not removed."""
+
+
 class LeaseRecord(StateFile):
     """The contents of a lease file."""
 
@@ -97,6 +101,7 @@ class Lease:
 
     def release(self) -> None:
         self._done.set()
+        _released.add(self._token)
         if self.still_mine():
             self.path.unlink(missing_ok=True)
 
@@ -122,6 +127,8 @@ def _pid_namespace() -> str | None:
 
 def is_alive(held: LeaseRecord | None) -> bool | None:
     """Whether the holder of a lease is alive; None if this process cannot tell."""
+    if held is not None and held.token in _released:
+        return False
     if held is None or held.host != socket.gethostname() or held.namespace != _pid_namespace():
         return None
     if held.pid is None or held.process_started is None:
