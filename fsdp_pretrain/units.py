@@ -21,6 +21,8 @@ _MULTIPLIER = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMBT]?)\s*([A-Za-z]+)\s*$")
 _RANGE = re.compile(r"^\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*$")
 _BYTES = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kKMGTP]?)(i?)B\s*$")
+_SCIENTIFIC = re.compile(r"^([0-9.]+e\+[0-9]+) s$")
+"""How earlier versions wrote a million seconds and more into the configurations of runs and checkpoints."""
 _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 3600, "day": 86400}
 
 
@@ -36,7 +38,7 @@ def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, 
     if unit not in units:
         unit = unit.removesuffix("s")
     if unit not in units:
-        raise ValueError(f"unknown unit {match.group(3)!r}; use one of {names}, for example {example!r}")
+        raise ValueError(f"unknown unit {multiplier + match.group(3)!r}; use one of {names}, for example {example!r}")
     return Decimal(number.replace("_", "")) * _MULTIPLIER[multiplier], unit
 
 
@@ -130,6 +132,8 @@ class Seconds(_Quantity):
 
     @classmethod
     def _read(cls, text: object) -> Self:
+        if isinstance(text, str) and (written := _SCIENTIFIC.match(text)) is not None:
+            text = f"{Decimal(written[1]):f} s"
         number, unit = _parse(text, _SECONDS, "30 minutes")
         seconds = float(number * _SECONDS[unit])
         if not 1e-3 <= seconds < math.inf:
@@ -137,7 +141,7 @@ class Seconds(_Quantity):
         return cls(seconds)
 
     def __str__(self) -> str:
-        return f"{self.value:g} s"
+        return f"{Decimal(repr(self.value)):f}".removesuffix(".0") + " s"  # all digits, without an exponent
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.reference import meanings, reference
+from fsdp_pretrain.config.resume_rules import FREE, changes
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.remote import Url
@@ -69,6 +70,37 @@ def test_resolved_configuration_loads_to_the_same_object(good: Path, tmp_path: P
     assert load(again) == config
 
 
+@pytest.mark.parametrize("time", ["14 days", "1234567.891 s", "0.001 s", "1e+16 s", "86399.9999 s"])
+def test_a_duration_is_written_as_it_is_read(good: Path, tmp_path: Path, time: str) -> None:
+    """A run of which it could not be read could never be resumed."""
+    config, again = load(good, [f"eval.overdue={time}"]), tmp_path / "again.toml"
+    again.write_text(config.to_toml())
+    assert load(again) == config and "e+" not in str(config.eval.overdue)
+    assert Seconds.parse("1.2096e+06 s") == Seconds.parse("14 days")  # as it was written once
+
+
+def test_a_changed_entry_of_a_free_table_is_a_change_of_the_table(good: Path) -> None:
+    (change,) = changes(load(good), load(good, ["eval.gen_kwargs.max_gen_toks=64"]))
+    assert (change.key, change.kind) == ("eval.gen_kwargs", FREE)
+    assert change.text == "eval.gen_kwargs.max_gen_toks: absent -> 64"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("parallel.shard=nodes", "parallel.shard = 'nodes'"),
+        ("checkpoint.keep_every=100B", "checkpoint.keep_every = '100B'"),
+        ("train.batch_ramp={first='0 samples', by='2 samples', duration='80 samples'}", "train.batch_ramp.first"),
+        ("data.sources.a.weight=-1", "data.sources.0.weight = -1"),
+        ("run.dir=", "run.dir = ''"),
+        ("data.sources.0.path=", "data.sources.0.path = ''"),
+    ],
+)
+def test_a_wrong_value_is_one_problem_with_its_key_and_its_origin(good: Path, override: str, key: str) -> None:
+    text = problems(good, override)
+    assert "1 problem in" in text and f"{key}" in text and f"(override {override!r}): " in text, text
+
+
 def test_relative_paths_become_absolute(good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(good)
@@ -87,9 +119,11 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         "data.sources.0.pathh=x",
         "optimizer.lr=abc",
         "checkpoint.keep_last=1",
+        "data.sources.7.weight=1",
     )
-    assert "7 problems" in text
+    assert "8 problems" in text
     for part in (
+        "there is no data.sources.7",
         "train.lrr (override 'train.lrr=3'): unknown key; did you mean 'optimizer.lr'?",
         "train.duration = 100",
         "bare number has no unit",
@@ -132,6 +166,7 @@ def test_a_misspelt_required_key_is_one_problem(good: Path) -> None:
         ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
         ("watchdog.hang.soft=0 s", "'0 s' is too short"),
         (f"parallel.timeout={'9' * 400} s", "is too long"),
+        ("data.read_timeout=5 Tokens", "unknown unit 'Tokens'"),
         ("data.skip=['5:5 samples']", "it ends where it begins"),
         ("data.skip=['5:9']", "not a range of samples"),
         ("data.reshuffle=['5 steps']", "counted in samples or tokens, not in steps"),
@@ -218,7 +253,11 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
         (["train.loss_scale.window=500"], "train.loss_scale has no effect with train.precision = auto"),
         (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
         (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
-        (["curve=wsd", "decay_length=10 steps", "min_lr=1e-5", "decay=90 steps"], None),
+        (["decay_shape=linear"], "optimizer.decay_shape = linear has no effect with optimizer.curve = cosine"),
+        (["momentum=0.9"], "optimizer.momentum = 0.9 has no effect with optimizer.kind = adamw"),
+        (["eval.merge={last='10 steps'}"], "eval.merge has no effect without eval.every"),
+        (["curve=wsd", "decay_length=10 steps", "min_lr=1e-5", "decay=90 steps", "decay_shape=linear"], None),
+        (["groups=[{match='blocks.*', kind='muon'}]", "momentum=0.9", "update_scale=spectral"], None),
         (["curve=constant", "warmup=5 steps", "warmup_shape=parabolic"], None),
         (["shrink_paths=input", "timeline=[{at='9 steps',optimizer={embedding_shrink=0.95}}]"], None),
         (["train.precision=fp16", "train.loss_scale.window=500"], None),

@@ -499,6 +499,10 @@ def test_the_package_of_the_page_is_watched_and_known_by_what_it_computes(
     output = lab.train(config, ranks=2, variables=found_in(tmp_path))
     assert "Traceback" not in output and "cannot start" not in output
     assert (lab.path / "run/watchdog/snapshot.json").exists()
+    allowed = ("--allow", "optimizer.rho", "--allow", "optimizer.decay")  # keys of a package, too
+    lab.train(
+        config, "train.duration=8 steps", "optimizer.rho=0.8", ranks=2, flags=allowed, variables=found_in(tmp_path)
+    )
     arguments = ("run", lab.path / "run", "--tasks", "heldout_bpb", "--limit", 2, "--code", "mylab")
     run_command(EVAL, *arguments, **found_in(tmp_path), expect=0)
     code = tmp_path / "mylab/parts.py"

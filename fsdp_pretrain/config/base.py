@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from fsdp_pretrain.remote import Location, Url, is_url
 from fsdp_pretrain.units import Progress
@@ -39,7 +39,13 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
 
 
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+def _not_empty(value: object) -> object:
+    if value == "":
+        raise ValueError("an empty path; is a variable of the command line not set?")
+    return value
+
+
+FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty), AfterValidator(_absolute)]
 
 
 def _location(value: object) -> Location:
@@ -47,6 +53,7 @@ def _location(value: object) -> Location:
         return Url(value)
     if not isinstance(value, str | Path):
         raise ValueError(f"{value!r} is neither a path nor a URL")
+    _not_empty(value)
     return _absolute(Path(value))
 
 

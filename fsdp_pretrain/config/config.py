@@ -41,7 +41,6 @@ from .sections import (
 from .timeline import TimelineEntry
 from .toml_file import describe_all, override, read_toml
 
-_TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
 """Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
 
@@ -89,7 +88,7 @@ class Config(Section):
     def save_due(self, *, step: int, before: int, after: int) -> bool:
         """Whether a checkpoint is due after step number `step`, which took `consumed` from `before` to `after`: for
         `checkpoint.every`, or to be kept, evaluated or merged."""
-        merged = None if self.eval.merge is None else self.eval.merge.every
+        merged = None if self.eval.merge is None or self.eval.every is None else self.eval.merge.every
         intervals = (self.schedule.save_every(after), *self.checkpoint.kept_intervals, self.eval.every, merged)
         return any(self.schedule.due(every, step=step, before=before, after=after) for every in intervals)
 
@@ -217,10 +216,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     origin: dict[str, str] = {}
     raw = read_toml(path, origin)
-    if problems := [problem for text in overrides if (problem := override(raw, text, origin))]:
-        raise _invalid(problems, path)
+    problems = [problem for text in overrides if (problem := override(raw, text, origin))]
     extensions.trust(parts.packages(raw))
-    return _resolve(raw, path, origin)
+    return _resolve(raw, path, origin, problems)
 
 
 def parse(text: str) -> Config:
@@ -290,11 +288,11 @@ def load_known(path: Path, *, own: bool) -> tuple[Config, dict[str, Any]]:
     return _resolve(raw, path, {}), unknown
 
 
-def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> Config:
-    """The configuration of raw values. Raises ConfigError, which lists every problem."""
+def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str], problems: Sequence[str] = ()) -> Config:
+    """The configuration of raw values. Raises ConfigError, which lists every problem, `problems` first."""
     sections, errors = _check(raw)
-    problems = describe_all(errors, path, origin, schema_keys())
-    if problems := [*problems, *cross_checks(sections)]:
+    problems = [*problems, *describe_all(errors, path, origin, schema_keys()), *cross_checks(sections)]
+    if problems:
         raise _invalid(problems, path)
     return Config.model_construct(**sections)  # not checked again: unions know only our own sections
 
@@ -315,8 +313,7 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             try:
                 sections[key] = (parts.checker(key, raw[key]) or _checker(key)).validate_python(raw[key])
             except ValidationError as error:
-                items = error.errors(include_url=False)
-                errors += [{**item, "loc": _path((key, *item["loc"]))} for item in items]
+                errors += _located(raw, key, error.errors(include_url=False))
         elif field.is_required():
             errors.append({"type": "missing", "loc": (key,)})
         else:
@@ -332,10 +329,30 @@ def _checker(key: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)
 
 
-def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The keys of a location, without the tags that pydantic inserts where a tag chooses the type."""
-    tagged = {1: ("model",), 2: ("data", "objective")}
-    return tuple(x for i, x in enumerate(location) if location[:i] != tagged.get(i) or x not in _TAGS)
+def _located(raw: dict[str, Any], key: str, items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Pydantic's errors in a section, each at its key: pydantic inserts labels of the types of a union, and has an
+    error for each of these types."""
+    located: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for item in items:
+        place = _path(raw, (key, *item["loc"]), missing=item["type"] == "missing")
+        if place in located:
+            message = item["msg"].removeprefix("Value error, ")
+            located[place]["msg"] += f", or {message[:1].lower()}{message[1:]}"
+        else:
+            located[place] = {**item, "loc": place}
+    return list(located.values())
+
+
+def _path(raw: Any, location: Sequence[Any], *, missing: bool) -> tuple[Any, ...]:
+    """The keys of a location: those that lead to a raw value, and at the end that of one that is missing."""
+    path: list[Any] = []
+    for number, part in enumerate(location, 1):
+        if (isinstance(raw, dict) and part in raw) or (isinstance(raw, list) and isinstance(part, int)):
+            path.append(part)
+            raw = raw[part]
+        elif missing and number == len(location):
+            path.append(part)
+    return tuple(path)
 
 
 def schema_keys() -> dict[str, tuple[type[BaseModel], str]]:

@@ -20,7 +20,7 @@ class HealthSection(Section):
 
     rollback: bool = True
     """When the loss does not recover, go back to a clean checkpoint and skip the samples of the incident. Off: only
-    report."""
+    report a loss that stays up; steps that are not finite, several in a row, then end the run with exit 93."""
     stop_on_mismatch: bool = True
     """Exit 93 when replicas have different parameters, or a resumed run does not reproduce its recorded steps. Off:
     only report."""

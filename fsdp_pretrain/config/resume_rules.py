@@ -98,13 +98,14 @@ def changes(old: Config, new: Config) -> list[ConfigChange]:
 
     Amounts of training are compared in samples: what is written in steps moves with the batch, though its text stays.
     """
-    parts = (_warmup, _decay, _decay_length, _duration, _timeline)
+    order, parts = list(schema_keys()), (_warmup, _decay, _decay_length, _duration, _timeline)
     differing = [change for part in parts for change in part(old, new)]
     for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
+        while key not in order:  # below a key whose table is free, such as `eval.gen_kwargs`
+            key = key.rpartition(".")[0]
         if key not in ("optimizer.warmup", "optimizer.decay", "optimizer.decay_length", "train.duration"):
             differing.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
-    order = list(schema_keys())
     return sorted(differing, key=lambda change: order.index(change.key))
 
 

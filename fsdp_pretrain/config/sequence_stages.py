@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -62,12 +62,6 @@ class SequenceStages:
     def length_at(self, sample: int) -> int:
         """Tokens of the sample with this index."""
         return self.lengths[bisect_right(self.starts, sample) - 1]
-
-    def changes(self) -> Iterator[tuple[int, int]]:
-        """(first sample, length) of every change of the length."""
-        for start, (before, length) in zip(self.starts[1:], pairwise(self.lengths), strict=True):
-            if length != before:
-                yield start, length
 
     def between(self, first: int, stop: int) -> dict[int, int]:
         """Number of samples of each length among samples [first, stop)."""

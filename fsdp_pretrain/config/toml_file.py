@@ -63,23 +63,30 @@ def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | No
         value = literal
     *parents, last = key.split(".")
     node: Any = raw
+    place: list[str] = []  # the key, with numbers for names
     for depth, part in enumerate(parents):
         child = _child(node, part)
         if child is _MISSING:
             if not isinstance(node, dict):
                 return f"override {text!r}: there is no {'.'.join(parents[: depth + 1])}"
             child = node[part] = {}
+        place.append(str(index(node, part)) if isinstance(node, list) else part)
         node = child
     if isinstance(node, list):
         number = index(node, last)
         if number is None:
             return f"override {text!r}: {'.'.join(parents)} has {len(node)} entries"
         node[number] = value
+        place.append(str(number))
     elif isinstance(node, dict):
         node[last] = value
+        place.append(last)
     else:
         return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
-    origin[key] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
+    resolved = ".".join(place)
+    for replaced in [name for name in origin if name.startswith(f"{resolved}.")]:
+        del origin[replaced]
+    origin[resolved] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
     return None
 
 
@@ -114,7 +121,7 @@ def describe_all(errors: Sequence[Any], path: Path, origin: dict[str, str], keys
 def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]) -> str:
     """One of pydantic's errors as text: `key = value (file or override): problem; suggestion`."""
     key = ".".join(str(part) for part in error["loc"])
-    source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
+    source = _source(key, origin) or str(path)
     kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
     if kind == "missing":
         return f"{key}: this key is required" if "." in key else f"[{key}]: this section is missing"
@@ -128,6 +135,14 @@ def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]
     hidden = isinstance(value, dict | list) or key.startswith(_SECRETIVE) or message.startswith(CREDENTIALS)
     shown = "" if hidden else f" = {value!r}"
     return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
+
+
+def _source(key: str, origin: dict[str, str]) -> str | None:
+    """Where the value of a key came from: it or the nearest table around it; else the first value in it."""
+    around = [name for name in origin if f"{key}.".startswith(f"{name}.")]
+    inside = (name for name in origin if name.startswith(f"{key}."))
+    name = max(around, key=len) if around else next(inside, None)
+    return None if name is None else origin[name]
 
 
 def nearest(key: str, keys: Iterable[str]) -> str | None:

@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _start(args: argparse.Namespace) -> int:
     try:
-        allowed = resume_rules.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
+        allowed = resume_rules.read_allowed(args.allow)  # imported packages have keys, too
         options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
         ranks = RankInfo.from_environment()

@@ -49,6 +49,12 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     optimizer, model = config.optimizer, config.model
     if optimizer.curve == "constant":
         yield from ((f"optimizer.{key}", "with optimizer.curve = constant") for key in ("min_lr", "decay"))
+    if optimizer.curve != "wsd":
+        yield "optimizer.decay_shape", f"with optimizer.curve = {optimizer.curve}"
+    if optimizer.kind == "adamw" and all(group.kind in (None, "adamw") for group in optimizer.groups):
+        yield from ((f"optimizer.{key}", "with optimizer.kind = adamw") for key in ("momentum", "update_scale"))
+    if config.eval.every is None:
+        yield "eval.merge", "without eval.every"
     if not optimizer.warmup.value:
         yield "optimizer.warmup_shape", "without optimizer.warmup"
     if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
