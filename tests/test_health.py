@@ -491,6 +491,22 @@ def test_budgets(tmp_path: Path, key: str, before: list[tuple[str, int, int]], r
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("between", ["fork", "fresh"])
+def test_a_fork_has_a_budget_of_its_own(tmp_path: Path, between: str) -> None:
+    """It begins with the journal of its parent, whose rollbacks are not its own."""
+    run = RunDir(tmp_path / "run")
+    run.segment(1).mkdir(parents=True)
+    for _ in range(2):
+        journal.add(run, "health-rollback", "", key="loss/spike", start=5000, to=4950)
+        journal.add(run, "rollback", "", step=4950)
+    asked = RollbackRequest("loss/spike", "it went wrong", 5000, 5050, 0, 10, 4950)
+    for refused in ("answered by 2 rollbacks", "no clean checkpoint"):
+        with pytest.raises(NumericError, match=refused):
+            roll_back(run, asked, NotesOnlyRecorder(run, run.segment(1)))
+        journal.add(run, between, "", step=4950)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("step", "repeats", "blamed"),
     [(5_500, False, True), (4_500, False, True), (5_501, False, False), (5_000, True, False)],

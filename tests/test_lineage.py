@@ -138,6 +138,7 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
         (12, {"changes": ["optimizer.kind=muon"]}, "no state for other kinds of optimisers"),
         (12, {"changes": ["optimizer.groups=[{match='blocks.*.query*', kind='muon'}]"]}, "no state for other kinds"),
         (12, {"changes": ["data.skip=[]"]}, "--skip-steps"),
+        (12, {"changes": ["data.skip.0='1:2 samples'"]}, "--skip-steps"),
         (12, {"changes": ["train.duration=10 steps"]}, "ends the run at step 10"),
         (12, {"skip_steps": (10, 14)}, "must come after that"),
         (12, {"skip_steps": (20, 30)}, "no step 30 on the kept line"),
@@ -189,6 +190,8 @@ def test_what_the_timeline_has_replaced_is_not_set_in_vain(copy: tuple[Path, Pat
     overrides.add_entry(run, TimelineEntry.model_validate({"at": "56 samples", "optimizer": {"lr": 0.02}}))
     with pytest.raises(UserError, match=r"--set optimizer\.lr would change nothing"):
         rollback(run, 12, changes=["optimizer.lr=0.002"])
+    with pytest.raises(UserError, match="this entry was added by `control set`, and is not in the configuration file"):
+        rollback(run, 12, changes=["timeline.0.optimizer.lr=0.03"])
     rollback(run, 6, changes=["optimizer.lr=0.002"])  # which leaves the entry behind
 
 

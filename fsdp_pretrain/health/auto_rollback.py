@@ -66,9 +66,12 @@ def roll_back(run: RunDir, request: RollbackRequest, recorder: Recorder) -> Bran
 
 
 def _rollbacks(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The `health-rollback` entries that a `rollback` follows: a start may end between the two."""
-    begun, done = None, []
+    """The `health-rollback` entries that a `rollback` follows: a start may end between the two. Those of a fork's
+    parent, or before a start from nothing, do not count."""
+    begun, done = None, list[dict[str, Any]]()
     for entry in entries:
+        if entry["kind"] in ("fork", "fresh"):
+            begun, done = None, []
         if entry["kind"] == "health-rollback":
             begun = entry
         elif entry["kind"] == "rollback" and begun is not None and entry.get("step") == begun["to"]:

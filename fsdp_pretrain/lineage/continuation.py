@@ -68,7 +68,7 @@ def prepare(
         remedy = "name a run that was started; of a mean of checkpoints, RUN/merged/NAME, that is RUN"
         raise ConfigError(f"{run.path} was never started: there is no {run.config.name}", remedy=remedy)
     for text in request.changes:
-        if _key(text) == "data.skip":
+        if f"{_key(text)}.".startswith("data.skip."):
             raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
     checkpoint = Store(run.checkpoints).find(request.step)
     wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
@@ -81,6 +81,8 @@ def prepare(
     skip = _samples(run, state, *request.skip_steps) if request.skip_steps else request.skip_samples
     current = overrides.read(run)
     before = overrides.apply(run.config, (), current)
+    for text in request.changes:
+        _refuse_entry_of_control(text, before, current)
     asked = load(run.config, request.changes)  # together: one alone may contradict the rest
     resolved = [_absolute(text, asked) for text in request.changes]
     dropped = _left_behind(run, current, state)
@@ -99,6 +101,17 @@ def prepare(
     refuse(str(checkpoint.path), changed, [], state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, persistent, skip)
+
+
+def _refuse_entry_of_control(text: str, before: Config, current: Overrides) -> None:
+    """Raise ConfigError if a change is of a timeline entry that is not in the configuration file of later starts."""
+    section, number, *_ = [*_key(text).split("."), "", ""]
+    entries = dict(enumerate(before.timeline))
+    if section == "timeline" and number.isdigit() and entries.get(int(number)) in current.timeline:
+        raise ConfigError(
+            f"{text!r}: this entry was added by `control set`, and is not in the configuration file",
+            remedy="an entry in steps that are abandoned goes with them; add another with `control set`",
+        )
 
 
 def _refuse_other_optimizer(checkpoint: Checkpoint, after: Config) -> None:
