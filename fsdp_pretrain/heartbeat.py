@@ -7,10 +7,11 @@ from typing import Any
 
 
 class Phase(IntEnum):
-    """Activity of a rank."""
+    """Activity of a rank. `SAVE`: it begins a save that continues in the background; `WRITE`: it waits for one."""
 
     START = 0
     LOAD = 1
+    WRITE = 2
     DATA = 3
     COMPUTE = 4
     REDUCE = 5

@@ -48,7 +48,8 @@ def main(path: Path) -> None:
         fsdp.initialise_all(model, config.run.seed)
         run, state, recorder = RunDir(config.run.dir), TrainState(), SilentRecorder()
         subject = TrainingObjects(world, run, model, optimizer, config, identity(config, packer, code_identity(config)))
-        saves = Checkpointing(config, world, CheckpointManager(subject, segment=1), recorder, state.step)
+        manager = CheckpointManager(subject, segment=1)
+        saves = Checkpointing(config, world, manager, recorder, Heartbeat(), state.step)
         trainer = Trainer(
             config,
             world,

@@ -3,7 +3,7 @@
 
 `SCRIPT` is JSON: `{"steps": {"12": [["set", {"changes": [...]}], ["pause", {}]]}, "held": [["save", {}]]}`. Before a
 step the requests of that step are sent, and read at once; so are those of `held` while the ranks are held, one in each
-round, and `resume` behind the last. `kill` ends the rank with SIGKILL.
+round, or a list of several, and `resume` behind the last. `kill` ends the rank with SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def arm(steps: dict[str, list[tuple[str, dict[str, Any]]]], held: list[tuple[str
         step(self)
 
     def scripted_look(self: LiveControl) -> Requests:
-        act(self.loop.trainer.recorder, *(held.pop(0) if held else ("resume", {})))
+        given = held.pop(0) if held else ("resume", {})
+        for verb, content in given if isinstance(given[0], list) else [given]:
+            act(self.loop.trainer.recorder, verb, content)
         return look(self)
 
     Trainer.step, LiveControl._look_while_held = scripted_step, scripted_look  # type: ignore[method-assign]

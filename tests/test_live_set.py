@@ -14,6 +14,7 @@ from processes import CLI, ROOT, scripted
 from sight import steps, until
 from traps import killed_at
 
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.live_set import preview, ramped, read_entry, steer, steerable
 from fsdp_pretrain.errors import ConfigError
@@ -116,6 +117,38 @@ def test_what_is_asked_as_a_start_ends_is_answered(lab: Any, helpers: Any) -> No
     ]
     assert answers[0][:2] == ("stop", "stop") and not (run / "overrides.toml").exists()
     assert [(verb, "the start ended" in why) for verb, _, why in answers[1:]] == [("set", True), ("pause", True)]
+
+
+@pytest.mark.promise("live-changes")
+def test_what_is_asked_at_once_is_answered_and_done(lab: Any, helpers: Any) -> None:
+    """A pause that is taken back before it begins; a save as the ranks pause; and while they are held, a pause behind
+    the request to resume: they stay paused until the next one. A save after the last step is the final one."""
+    config, run = config_of(lab, parallel={}, checkpoint={"every": "1000 steps"}), lab.path / "run"
+    pause, resume = ("pause", {}), ("resume", {})
+    script = {5: [pause, resume], 12: [pause], 13: [("save", {})], 16: [("save", {})], STEPS - 2: [("save", {})]}
+    lab.train(config, variables=scripted(script, [[resume, pause]]))
+    answers = [
+        (entry["asked"], "did" if "did" in entry else "refused", entry["step"])
+        for entry in helpers.journal(run, "control") if "asked" in entry
+    ]  # fmt: skip
+    held = next(step for verb, how, step in answers if (verb, how) == ("pause", "did"))
+    before, behind = answers[:2], answers[2:]
+    assert [answer[:2] for answer in before] == [("pause", "refused"), ("resume", "did")] and before[0][2] < held
+    assert [(verb, how) for verb, how, step in behind if step == held] == [
+        ("pause", "did"), ("save", "did"), ("resume", "refused"), ("pause", "did"), ("resume", "did"),
+    ]  # fmt: skip
+    assert held in [entry["step"] for entry in helpers.journal(run, "checkpoint")]
+    later = [answer for answer in behind if answer[2] > held]
+    assert [answer[:2] for answer in later] == [("save", "did")] * 2 and later[0][2] <= 18 and later[1][2] == STEPS
+    assert Store(run / "checkpoints").find(STEPS).manifest().final
+
+
+@pytest.mark.promise("live-changes")
+def test_a_save_asked_for_as_another_one_begins_is_answered_with_it(lab: Any, helpers: Any) -> None:
+    config, run = config_of(lab, parallel={}, checkpoint={"every": "1 steps"}), lab.path / "run"
+    lab.train(config, "train.duration=12 steps", "optimizer.decay=60 steps", variables=scripted({5: [("save", {})]}))
+    (answer,) = helpers.journal(run, "control")
+    assert answer["did"] == "save" and 5 <= answer["step"] <= 7
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from fsdp_pretrain.bench import steps
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import ConfigError, DeviceError
-from fsdp_pretrain.heartbeat import Heartbeat
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.run.recorder import SilentRecorder
 from fsdp_pretrain.train.observer import AgreedActions, Verdict
@@ -220,6 +220,25 @@ def test_checks_change_no_number_and_see_one_bit(
         verdict = verdict_of(check, 4)
         assert verdict is not None and isinstance(verdict.error, DeviceError)
         assert list(verdict.error.avoid_hosts) == [os.uname().nodename]
+
+
+def test_the_first_check_of_samples_of_a_length_has_the_deadline_of_loading(
+    lab: Any, build: Callable[[Config], Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles once more, which may take minutes and is no hang."""
+    plain, phases = torch.compile, list[Phase]()
+    monkeypatch.setattr(torch, "compile", lambda function, **how: plain(function, backend="eager", **how))
+    stages = ["data.stages=[{length=16, until='16 samples'}]", "parallel.compile=true"]
+    trainer, check = build(load(lab.config(train={"duration": "8 steps"}), stages))
+    monkeypatch.setattr(check._heartbeat, "beat", phases.append)
+    for width in (16, 16, 32):
+        trainer.step()
+        for micro in check._batch.micro:  # type: ignore[union-attr]
+            micro.tokens = micro.tokens[:, : width + 1]
+        check.between_steps(AgreedActions(step=1, repeat=True))
+    compiling = [phase for phase in phases if phase is not Phase.REDUCE]
+    again = [Phase.COMPUTE] * 2
+    assert compiling == [Phase.LOAD, Phase.COMPUTE, *again, Phase.LOAD, Phase.COMPUTE]
 
 
 @pytest.mark.slow

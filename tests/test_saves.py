@@ -7,8 +7,10 @@ import mmap
 import shutil
 import signal
 import sys
+import time
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,12 +20,22 @@ from sight import until
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_pretrain.checkpoint.async_save import Stager
+from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded, make_room
+from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.operations import HangSection
 from fsdp_pretrain.config.sections import ParallelSection
-from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.errors import CheckpointError, StorageError
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.recorder import SilentRecorder
+from fsdp_pretrain.train.checkpointing import Checkpointing
+from fsdp_pretrain.watchdog.hang.deadlines import UNKNOWN_SOFT, PhaseHistory
+from fsdp_pretrain.watchdog.hang.page import Beat
 
 # ---------------------------------------------------------------------- room
 
@@ -45,6 +57,12 @@ def test_older_ones_are_given_up_only_for_one_that_does_not_fit(small_disk: Disk
     assert make_room(disk, SpaceNeeded(free + 1_000_000, 1), prune) and not old.exists()
     with pytest.raises(StorageError, match=r"needs 19\.1 MiB in 1 file, .* free"):
         make_room(disk, SpaceNeeded(20_000_000, 1), lambda: False)
+
+    def gone() -> NoReturn:
+        raise CheckpointError("its manifest is missing")
+
+    with pytest.raises(StorageError, match="old checkpoints cannot be deleted: its manifest is missing"):
+        make_room(disk, SpaceNeeded(20_000_000, 1), gone)
 
 
 @pytest.mark.shows("F39")
@@ -149,3 +167,73 @@ def test_no_checkpoint_for_too_long_ends_the_run(lab: Any, helpers: Any, small_d
     output = lab.train(config, f"run.dir={disk / 'run'}", ranks=2, expect=93)
     assert "no checkpoint was verified for longer than checkpoint.max_age = 5 s" in output
     assert helpers.journal(disk / "run", "checkpoint-failed")
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+class Hung:
+    """In place of what writes checkpoints, on storage that hangs, and then fails."""
+
+    def begin(self, state: TrainState) -> Future[SaveResult]:
+        return Future()
+
+    def save(self, state: TrainState, *, final: bool) -> SaveResult:
+        raise StorageError("the storage is gone")
+
+    def replace_writers(self) -> None:
+        pass
+
+
+class Phases(Heartbeat):
+    def __init__(self) -> None:
+        self.seen = list[Phase]()
+
+    def beat(self, phase: Phase) -> None:
+        self.seen.append(phase)
+
+
+@pytest.fixture
+def hung(lab: Any) -> tuple[Checkpointing, Phases]:
+    """Saves that hang, waited for during a tenth of a second, on rank 0; and the phases that are reported."""
+    config, phases = (
+        load(lab.config(), ["parallel.timeout=0.1 s", "checkpoint.max_age=2 hours", "checkpoint.max_failures=9"]),
+        Phases(),
+    )
+    return Checkpointing(config, SingleProcess(), Hung(), SilentRecorder(), phases, 0), phases  # type: ignore[arg-type]
+
+
+def beat_of(step: int, phase: Phase, at: int) -> Beat:
+    page = {"pid": 1, "started": 1, "rank": 0, "segment": 1, "beats": 0, "window": 0, "own": 0.1}
+    return Beat(**page, step=step, step_at=at, phase=phase, phase_at=at, alive_at=at)
+
+
+@pytest.mark.quick
+def test_waiting_for_a_whole_save_has_a_deadline_of_its_own(hung: tuple[Checkpointing, Phases]) -> None:
+    """Not that of steps, nor that of saves which continue in the background: both are far shorter."""
+    saves, phases = hung
+    saves.save(TrainState(step=1))
+    assert phases.seen == [Phase.SAVE]
+    saves.abandon()  # as for an error or a rollback
+    assert phases.seen[-1] is Phase.WRITE
+    saves.save(TrainState(step=2))  # the one before has failed, so training waits
+    saves.save(TrainState(step=3), final=True)
+    assert phases.seen.count(Phase.SAVE) == 1 and phases.seen[-1] is Phase.WRITE
+    history = PhaseHistory(HangSection())
+    for number in range(8):
+        for phase, second in ((Phase.SAVE, 0), (Phase.WRITE, 3), (Phase.DATA, 4)):
+            at = int(1e9) * (10 * number + second)
+            history.observe(beat_of(number, phase, at), {phase})
+    assert history.deadlines({Phase.SAVE}).soft < 600 < UNKNOWN_SOFT <= history.deadlines({Phase.WRITE}).soft
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("later", "overdue"), [(7100, False), (7300, True)])
+def test_a_pause_does_not_make_a_checkpoint_of_the_pause_younger_than_it_is(
+    hung: tuple[Checkpointing, Phases], monkeypatch: pytest.MonkeyPatch, later: float, overdue: bool
+) -> None:
+    """A save at the end of a pause of ten hours, and `checkpoint.max_age` = 2 hours from then."""
+    now = time.monotonic()
+    hung[0].exclude_pause(36_000)
+    monkeypatch.setattr(time, "monotonic", lambda: now + later)
+    assert hung[0].signals()[2] is overdue

@@ -122,9 +122,17 @@ class LiveControl(Observer):
                     raise
                 except UserError as error:
                     self._refuse(request, step, error.cause)
+            elif request.verb == "pause" and actions.resume is not None:
+                self._refuse(actions.resume, step, "a request to pause came before the ranks went on")
+                actions.resume = None
+                self._answer(request, step, f"still paused after step {step:_}", did="pause")
+            elif request.verb == "resume" and actions.pause is not None:
+                self._refuse(actions.pause, step, "a request to resume came before the ranks paused")
+                actions.pause = None
+                self._answer(request, step, f"goes on after step {step:_}, without a pause", did="resume")
             elif request.verb == "pause" and not pauses:
                 actions.pause = request
-            elif request.verb == "resume" and pauses and actions.pause is None:
+            elif request.verb == "resume" and pauses:
                 actions.resume = request
             else:
                 self._refuse(request, step, "the ranks are paused already" if pauses else "the ranks are not paused")
@@ -200,6 +208,8 @@ class LiveControl(Observer):
         self._answer(request, step, f"paused after step {step:_}", did="pause")
         released: Request | None = None
         try:
+            if self.loop.take_save_request():
+                self._save_while_held()
             while released is None:
                 self._run.heartbeat.beat(Phase.PAUSED)
                 time.sleep(_ROUND)

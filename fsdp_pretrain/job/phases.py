@@ -202,7 +202,7 @@ def build_loop(
         control,
         restored.own,
     ]
-    saves = Checkpointing(config, world, manager, recorder, state.step, services)
+    saves = Checkpointing(config, world, manager, recorder, run.heartbeat, state.step, services)
     trainer = Trainer(
         config,
         world,

@@ -18,6 +18,7 @@ from fsdp_pretrain.checkpoint.manager import CheckpointManager
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.units import human_bytes, human_time
@@ -35,6 +36,7 @@ class Checkpointing(Observer):
 
     Args:
         saver: writes them, and applies the retention policy.
+        heartbeat: receives the phases.
         step: step of the checkpoint that this start continues from.
         observers: their `saved` is called after every save.
 
@@ -48,11 +50,12 @@ class Checkpointing(Observer):
         world: World,
         saver: CheckpointManager,
         recorder: Recorder,
+        heartbeat: Heartbeat,
         step: int,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._config, self._world, self._saver = config.checkpoint, world, saver
-        self._recorder, self._observers = recorder, observers
+        self._recorder, self._heartbeat, self._observers = recorder, heartbeat, observers
         self._timeout = config.parallel.timeout.value
         self.saved_step = step
         self._pending: Future[SaveResult] | None = None  # the save in flight
@@ -68,7 +71,7 @@ class Checkpointing(Observer):
 
     def exclude_pause(self, seconds: float) -> None:
         """Do not count a pause of training in the age of the newest checkpoint."""
-        self._safe_at += seconds
+        self._safe_at = min(self._safe_at + seconds, time.monotonic())  # one may have been saved in the pause
 
     def beside(self, step: int) -> list[str]:
         del step
@@ -124,17 +127,18 @@ class Checkpointing(Observer):
         if waited > _LATE_SECONDS:
             self._recorder.event(
                 "checkpoint-late",
-                f"training waited {human_time(waited)} for the save of step {self._pending_step}: "
-                "saves are due faster than storage takes them",
+                f"training waited {human_time(waited)} for the save of step {self._pending_step}, which was under way",
                 step=state.step,
                 seconds=waited,
             )
         self._recorder.status(force=True, state="saving")
         self._pending_step, self._reported = state.step, False
-        if self._config.background and not must_succeed and not self._failures:
+        if self._config.background and not (final or must_succeed or self._failures):
+            self._heartbeat.beat(Phase.SAVE)
             self._number += 1
             self._pending = self._saver.begin(state)
         else:
+            self._heartbeat.beat(Phase.WRITE)
             self._save_now(state, final, must_succeed)
         seconds = time.perf_counter() - start
         self._recorder.status(force=True, state="running")
@@ -160,6 +164,7 @@ class Checkpointing(Observer):
         pending, self._pending = self._pending, None
         if pending is None:
             return 0.0
+        self._heartbeat.beat(Phase.WRITE)
         start = time.perf_counter()
         ended = pending in wait([pending], self._timeout).done
         error = pending.exception() if ended else None

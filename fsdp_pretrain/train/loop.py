@@ -8,7 +8,6 @@ from dataclasses import replace
 from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError, Exit, UserError
-from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run.step_record import LAG
 
 from .checkpointing import Checkpointing
@@ -94,7 +93,7 @@ class Loop:
         outcome = Exit.COMPLETE if self._complete() else outcome
         self.finish_save()
         if self.saves.saved_step != self.step:
-            self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
+            self.checkpoint(must_succeed=True)
         return outcome
 
     def collect(self, *, keep: int) -> None:
@@ -122,6 +121,12 @@ class Loop:
         """Whether the steps collected last ask to go back to an earlier one."""
         return self._agreed.rollback is not None
 
+    def take_save_request(self) -> bool:
+        """Whether the steps collected last ask for a save; asked again, they do not. False if the run goes back."""
+        asked = self._agreed.save and not self.rolls_back
+        self._agreed.save = self._agreed.save and not asked
+        return asked
+
     # ------------------------------------------------------------------ duties
 
     def _roll_back(self, agreed: AgreedActions) -> Exit | None:
@@ -138,25 +143,26 @@ class Loop:
     def _save(self, agreed: AgreedActions) -> None:
         state, config = self.trainer.state, self.trainer.config
         due = config.save_due(step=state.step, before=state.consumed - state.batch, after=state.consumed)
-        if agreed.save or (due and not self._complete()):  # the last step is saved after the loop
+        if (agreed.save or due) and not self._complete():  # the last step is saved after the loop
             self.checkpoint()
+            agreed.save = self.take_save_request() or agreed.save  # of a step that was collected for this save
 
     # ------------------------------------------------------------------ checkpoints, and going back to one
 
-    def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
+    def checkpoint(self, *, must_succeed: bool = False) -> None:
         """Save the current state. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that a bad state is never saved
         if self._agreed.rollback is not None:
             return
-        self.trainer.heartbeat.beat(Phase.SAVE)
-        self._agreed.save = False
         scaler = self.trainer.scaler
         state = replace(self.trainer.state, loss_scale=None if scaler is None else scaler.state())
-        self.trainer.clock.stalled(self.saves.save(state, final=final, must_succeed=must_succeed))
+        seconds = self.saves.save(state, final=self._complete(), must_succeed=must_succeed)
+        self.trainer.clock.stalled(seconds)
+        if self.saves.saved_step == self.step:
+            self._agreed.overdue = False  # if a step that was collected for this save had found it so
 
     def finish_save(self) -> None:
         """Wait for the save in flight, if any. Raises StorageError on every rank after too many failures."""
-        self.trainer.heartbeat.beat(Phase.SAVE)
         self.saves.finish()
 
     def _abort_for_rollback(self, rollback: RollbackRequest) -> Exit:

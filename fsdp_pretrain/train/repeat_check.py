@@ -57,9 +57,9 @@ class RepeatCheck(Observer):
     ) -> None:
         self._config, self._world, self._model, self._optimizer = config, world, model, optimizer
         self._recorder, self._heartbeat = recorder, heartbeat
-        self._update = Update(config, world, model, optimizer, scaler, lambda _: self._heartbeat.beat(self._phase))
+        self._update = Update(config, world, model, optimizer, scaler, self._before_micro_batch)
         self._compiled = fsdp.compiles(config, world.device)
-        self._phase = Phase.LOAD if self._compiled else Phase.COMPUTE  # the first check compiles again
+        self._compiled_widths = set[int]()
         every = config.health.repeat_every
         self._every = None if every is None else every.value  # seconds; None: there are no checks
         self._due, self._asked = time.monotonic() + (self._every or 0.0), False
@@ -90,7 +90,7 @@ class RepeatCheck(Observer):
             self._passed = agreed.step
         else:
             self._verdict = self._judge(agreed.step, [*sums, *self._repeat(self._batch, 1)])
-        self._checked, self._phase = agreed.step, Phase.COMPUTE
+        self._checked = agreed.step
         self._due, self._asked = time.monotonic() + (self._every or 0.0), False
 
     def beside(self, step: int) -> list[str]:
@@ -120,6 +120,12 @@ class RepeatCheck(Observer):
         self._heartbeat.beat(Phase.REDUCE)
         result: list[int] = torch.stack(sums).tolist()
         return result
+
+    def _before_micro_batch(self, width: int) -> None:
+        """Report the phase: the first check of samples of a width compiles for minutes, which is not a hang."""
+        compiles = self._compiled and width not in self._compiled_widths
+        self._compiled_widths.add(width)
+        self._heartbeat.beat(Phase.LOAD if compiles else Phase.COMPUTE)
 
     def _judge(self, step: int, sums: list[int]) -> Verdict:
         """Tell a device from kernels that never give the same bits, and name the ranks; `sums` of three passes."""

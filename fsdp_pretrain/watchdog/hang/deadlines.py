@@ -28,7 +28,7 @@ _HISTORY = 512
 """Number of durations kept per phase."""
 _FEW = 3
 """Durations of saves or loads from which their usual duration is known."""
-LONG_PHASES = (Phase.LOAD, Phase.SAVE)
+LONG_PHASES = (Phase.LOAD, Phase.SAVE, Phase.WRITE)
 _NO_STEP = (*LONG_PHASES, Phase.PAUSED)
 """Phases whose time does not count as step time. A paused rank beats often, so the deadlines of steps apply to it."""
 
@@ -84,6 +84,9 @@ class PhaseHistory:
     def _deadlines(self, phase: Phase) -> Deadlines:
         section = self._section
         unknown = Deadlines(max(UNKNOWN_SOFT, section.soft.value), max(UNKNOWN_HARD, section.hard.value))
+        if phase is Phase.WRITE:  # most only wait for the end of a save: the longest counts
+            longest = max(self._long[phase], default=0.0)
+            return Deadlines(max(unknown.soft, 3 * longest), max(unknown.hard, 6 * longest))
         if phase in LONG_PHASES:
             known = self._long[phase]
             if len(known) < _FEW:
