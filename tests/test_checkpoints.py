@@ -61,7 +61,7 @@ def test_a_report_names_what_lies_behind(errors: list[Exception], named: str) ->
 
 
 @pytest.mark.shows("F4", "F20")
-@pytest.mark.parametrize("file", ["__1_0.distcp", "train_state.json"])
+@pytest.mark.parametrize("file", ["__1_0.distcp", "train_state.json", "tensors.json"])
 @pytest.mark.promise("damage-named")
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, file: str

@@ -147,3 +147,18 @@ def test_the_first_pass_over_samples_of_a_length_has_the_deadline_of_loading(
     passes = [[phase for phase in step if phase in (Phase.LOAD, Phase.COMPUTE)][:2] for step in heartbeat.phases]
     again, first = [Phase.COMPUTE, Phase.COMPUTE], [Phase.LOAD, Phase.COMPUTE]
     assert passes == ([first, again, first, again] if compiled and staged else [again] * 4)
+
+
+def test_a_graph_for_every_layer_is_no_reason_to_stop(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch ends the process where a code has more graphs than its limit, eight by default."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: plain(function, backend="eager", **how))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    shape = "family='glm', layers=10, hidden=48, heads=6, vocab=512, scores='layer_scaled', positions='rope'"
+    config = load(
+        lab.config(), [f"model={{{shape}}}", "parallel.compile=true", "data.stages=[{length=16, until='80 samples'}]"]
+    )
+    with mesh.connect(ParallelSection()) as world:
+        trainer = steps.build(config, world, Watched())
+        trainer.step()
+        assert [record.step for _, record in trainer.read(keep=0)] == [1]

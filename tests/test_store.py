@@ -205,3 +205,17 @@ def test_sweep_removes_leftovers_only(store: Store) -> None:
     (store.directory / "abandoned").mkdir()
     assert len(store.sweep()) == 2
     assert sorted(path.name for path in store.directory.iterdir()) == ["abandoned", "step-00000005"]
+
+
+def test_what_cannot_be_deleted_is_not_reported_as_deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3, 4):
+        commit(store, step)
+    rename = Path.rename
+
+    def refuses(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    assert [found.step for found in store.retain(2, lambda found: False, ())] == [2] and steps(store) == [1, 3, 4]

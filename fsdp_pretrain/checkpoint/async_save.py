@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,6 +114,8 @@ def _pin(memory: np.ndarray[Any, Any], address: int, size: int) -> None:
             f"{error}. Is `ulimit -l` or the container's limit of memory too low?",
             stacklevel=2,
         )
+        with suppress(RuntimeError):  # the next kernel reports the failure once more: not one of training
+            torch.zeros(1, device="cuda").add_(1)
         return
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 

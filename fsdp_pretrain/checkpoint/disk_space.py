@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.errors import CheckpointError, StorageError
 from fsdp_pretrain.units import counted, human_bytes
 
 from .store import Checkpoint
@@ -89,6 +89,8 @@ def make_room(directory: Path, need: SpaceNeeded, prune: Prune | None) -> bool:
         room = Room.of(directory)
     except OSError as error:
         raise StorageError(f"cannot read {directory}: {error}") from None
+    except CheckpointError as error:
+        raise StorageError(f"old checkpoints cannot be deleted: {error.cause}") from None
     if not need.fits(room):
         raise StorageError(
             need.compare(room),

@@ -36,6 +36,7 @@ from .manager import TrainingObjects
 from .manifest import SavedState
 from .state import TrainState, forbidden
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
+from .tensors import TENSORS
 
 
 @dataclass(frozen=True)
@@ -275,5 +276,5 @@ def _steps_from(config: Config, position: Position) -> Iterator[Position]:
 
 def _wrong_texts(checkpoint: Checkpoint) -> str | None:
     """A defect of the files that are read before the tensors; None: there is none."""
-    entries = [entry for entry in checkpoint.files() if entry.name in (TRAIN_STATE, CONFIG)]
+    entries = [entry for entry in checkpoint.files() if entry.name in (TRAIN_STATE, CONFIG, TENSORS)]
     return next(iter(verify_files(checkpoint.path, entries)), None)

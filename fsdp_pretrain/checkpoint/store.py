@@ -188,7 +188,7 @@ class Store:
         checkpoints nothing is deleted.
 
         Returns:
-            What was deleted. A deletion that fails is left for the next `sweep`.
+            What was deleted. A deletion that is not completed is left for the next `sweep`.
         """
         whole = [checkpoint for checkpoint in self.scan() if checkpoint.problem is None]
         verified = [checkpoint.step for checkpoint in whole if checkpoint.verified]
@@ -200,8 +200,8 @@ class Store:
             step = checkpoint.step
             if step in recent or step > min(recent) or step in protected or keep(checkpoint):
                 continue
-            self._delete(checkpoint.path)
-            deleted.append(checkpoint)
+            if self._delete(checkpoint.path):
+                deleted.append(checkpoint)
         return deleted
 
     def sweep(self) -> list[Path]:
@@ -216,13 +216,15 @@ class Store:
         """Remove a failed attempt."""
         shutil.rmtree(attempt, ignore_errors=True)
 
-    def _delete(self, path: Path) -> None:
+    def _delete(self, path: Path) -> bool:
+        """Delete a checkpoint. Returns whether it is none any more."""
         doomed = path.with_name(f"{path.name}.deleting-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(doomed)
         except OSError:
-            return
+            return False
         shutil.rmtree(doomed, ignore_errors=True)
+        return True
 
 
 def _inspect(step: int, path: Path) -> Checkpoint:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant, Initial
@@ -40,8 +41,7 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     if config.train.precision == "bf16+fp8":
         use_float8(model, world.device)
     if compiles(config, world.device):
-        if config.data.stages:
-            _compile_for_each_length(len({stage.length for stage in config.data.stages}))
+        _compile_for_each_length(config, len(model.blocks))
         model.compile_parts()
     dtype = compute_dtype(config, world.device)
     # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
@@ -69,15 +69,19 @@ def shard_for_inference(model: Decoder, world: World) -> Decoder:
     return _allocate(model, world.device)
 
 
-def _compile_for_each_length(shorter: int) -> None:
+def _compile_for_each_length(config: Config, blocks: int) -> None:
     """Make torch compile once for each length of samples, instead of once for any length when a second one comes.
 
-    The latter would be slower, and not the computation of a start after the change. `shorter`: number of lengths other
-    than the full one.
+    The latter would be slower, and not the computation of a start after the change. For each length there is a graph of
+    each kind of block, for training, its repetition in a fixed order, and held-out samples; torch ends the process at
+    its limit, since no block may be left uncompiled.
     """
-    settings = torch._dynamo.config
-    settings.automatic_dynamic_shapes = False
-    settings.recompile_limit = max(settings.recompile_limit, 4 * (shorter + 1))
+    settings, model = torch._dynamo.config, config.model
+    lengths = len({config.data.sequence_length, *(stage.length for stage in config.data.stages)})
+    kinds = 2 if isinstance(model, LlamaModel) or model.scores == "fused" else blocks  # of attention, or layers
+    if lengths > 1:
+        settings.automatic_dynamic_shapes = False
+    settings.recompile_limit = max(settings.recompile_limit, 4 * lengths * kinds)
 
 
 def _unshard(module: nn.Module, inputs: object) -> None:
