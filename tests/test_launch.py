@@ -146,7 +146,7 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     saves, stops, exits 75, without a word about failures."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
     job = launch(config)
-    job.reaches(12)
+    helpers.wait_for(lambda: helpers.journal(job.run, "checkpoint"), what="a checkpoint to continue from")
     (torchrun_process,) = psutil.Process(job.process.pid).children()
     assert torchrun_process.environ()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"  # HASTE
     killed = job.ranks()[1]
