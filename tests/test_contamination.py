@@ -316,6 +316,9 @@ def test_texts_without_a_run(
     unknown = run_command(*bare, "--vocab-size", tokenizer.vocab_size, "--eod", 0)
     assert unknown.returncode == 0 and "no tokenizer is known" in report_of(unknown)[0]["compared"]
     run_command(*bare, "--tokenizer", tokenizer.path, expect=1)
+    (other := tmp_path / "other.jsonl").write_text('{"question": "abc"}\n')
+    refused = run_command(DATA, "validate", corpus, "--protect", other, expect=78).stderr
+    assert "no field 'text'" in refused and "always read from `text`" in refused and "--" not in refused, refused
 
 
 @pytest.mark.parametrize(

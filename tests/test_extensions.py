@@ -279,7 +279,7 @@ extension = Extension(objectives={"half": Part(Section, code="half_lab:Half")})
 """Learns only what is behind the first half of a sample."""
 
 
-def test_an_objective_of_ones_own(lab: Any, helpers: Any, tmp_path: Path) -> None:
+def test_an_objective_of_ones_own(lab: Any, helpers: Any, run_command: Run, tmp_path: Path) -> None:
     """The same samples, and half the targets, on any mesh; what it learns may not change on a resume."""
     package = tmp_path / "half_lab.py"
     package.write_text(HALF)
@@ -296,6 +296,9 @@ def test_an_objective_of_ones_own(lab: Any, helpers: Any, tmp_path: Path) -> Non
         config = lab.config(name, code={"packages": ["half_lab"]}, data=data, train={"duration": "6 steps"})
         lab.train(config, ranks=ranks, variables=variables)
         records[name] = helpers.metrics(lab.path / name)
+    (tight := tmp_path / "tight.toml").write_text(re.sub("(?m)^vocab = .*", "vocab = 512", config.read_text()))
+    done = run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", tight, **variables)
+    assert "vocabulary-too-small" not in done.stdout and done.returncode == 0, done.stdout
     for causal, one, two in zip(*records.values(), strict=True):
         assert causal["data_digest"] == one["data_digest"] == two["data_digest"]
         assert causal["loss"]["count"] == 2 * one["loss"]["count"] == 2 * two["loss"]["count"]

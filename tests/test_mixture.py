@@ -244,6 +244,25 @@ def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: 
     assert ignored == {(row, at - 1) for row, start, stop in expected for at in range(max(1, start), stop)}
 
 
+def test_a_sample_that_opens_with_the_separator_of_an_excluded_document_is_learned(shared_corpus: Path) -> None:
+    """Nothing of that document is in it."""
+    plain = packer(shared_corpus)
+    at, piece = next((at, part) for at in range(1000) if (part := plain.provenance(at)[0]).start == part.stop)
+    without = packer(shared_corpus, exclude=[(piece.source, piece.shard, piece.document)])
+    packed = without.pack(at, 1)
+    labels = micro_batch(packed, with_lengths=False, across_documents=True).labels
+    assert packed.tokens[0, 0] == plain.eod and not packed.ignore
+    assert labels is None or not (labels == IGNORE).any()
+
+
+@pytest.mark.parametrize("weight", [1.0, MixtureWeight(((0, 1.0), (5000, 0.0))), MixtureWeight(start=100, stop=200)])
+def test_a_source_that_may_be_read_for_less_than_one_sample_is_refused(shared_corpus: Path, weight: Any) -> None:
+    """It was read on and on, if its weight ends, or made all sources count as unused."""
+    corpus = shared_corpus / "corpus"
+    with pytest.raises(DataError, match="max_epochs = 1e-06 of the source 'small' is less than one sample of 32 tok"):
+        packer(shared_corpus, sources=[("large", corpus, 1.0), ("small", corpus, weight)], max_epochs={"small": 1e-6})
+
+
 @pytest.mark.shows("A14", "A30")
 @pytest.mark.parametrize(("world", "prefetch"), [(1, 0), (2, 4), (8, 1)])
 @pytest.mark.promise("data-order")

@@ -203,7 +203,7 @@ def micro_batch(
     if packed.ignore or packed.lasts is not None or not across_documents:
         labels = tokens[:, 1:].clone()
         for row, start, stop in packed.ignore:
-            labels[row, max(0, start - 1) : stop - 1] = IGNORE
+            labels[row, max(0, start - 1) : max(0, stop - 1)] = IGNORE
     if labels is not None and packed.lasts is not None:
         for row, last in enumerate(packed.lasts.tolist()):
             labels[row, last:] = IGNORE

@@ -175,7 +175,15 @@ class Packer:
             self._sources.append(source)
             weight = given if isinstance(given, MixtureWeight) else MixtureWeight(((0, given),))
             if max_epochs and name in max_epochs:
-                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
+                limit = int(max_epochs[name] * source.epoch_length / source.length)
+                if not limit:
+                    raise DataError(
+                        f"max_epochs = {max_epochs[name]:g} of the source {name!r} is less than one sample of "
+                        f"{source.length:_} tokens",
+                        effect="none of it would be read",
+                        remedy="raise max_epochs, or leave the source out",
+                    )
+                weight = replace(weight, limit=limit)
             weights[name] = weight
         self.pairs = [number for number, source in enumerate(self._sources) if isinstance(source, Pairs)]
         self._width = max(sequence_length + 1, slots[0] * slots[1] if self.pairs and slots else 0)
@@ -323,6 +331,8 @@ class Packer:
         for row, sample_index in enumerate(packed.sample_indices):
             source, spans = self._spans(sample_index)
             for span in spans:
+                if span.position == span.end:  # only the separator behind the document
+                    continue
                 document = source.name, source.corpus.manifest.shards[span.block.shard].name, span.document
                 stretch = row, span.position, span.end
                 if document in self._excluded and stretch not in packed.ignore:

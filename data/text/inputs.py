@@ -21,6 +21,7 @@ from .bad_records import BadRecord, OnBad, refuse
 from .files import DAMAGED, PACKED, BoundedReader, Kind, kind_of, open_unpacked, parse_json, readable
 
 _NAME_IT = "name the right one with --text-field or --answer-field"
+_CALL_IT_TEXT = "mend or remove it; here a text is always read from `text`, so call the field or column that"
 _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, only to balance shards."""
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -134,8 +135,18 @@ def read_documents(
 
 def read_texts(path: Path) -> Iterator[str]:
     """The texts of one file: the field `text` of JSONL or parquet, or plain text. Raises DataError."""
-    for unit in (unit for shard in plan_shards([path], None, lines=False) for unit in shard):
-        yield from (document.text for document in read_documents(unit, "text", lines=False))
+
+    def refuse_record(record: BadRecord) -> None:
+        raise DataError(str(record).replace(f"; if all lack it, {_NAME_IT}", ""), remedy=_CALL_IT_TEXT)
+
+    try:
+        for unit in (unit for shard in plan_shards([path], None, lines=False) for unit in shard):
+            documents = read_documents(unit, "text", lines=False, on_bad=refuse_record)
+            yield from (document.text for document in documents)
+    except DataError as error:
+        if error.remedy != _NAME_IT:
+            raise
+        raise DataError(error.cause, remedy=_CALL_IT_TEXT) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.packing.objectives import Specials
 from fsdp_pretrain.data.packing.opening import cache_use, read_exclusions
@@ -34,7 +35,7 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
     have the same tokenizer.
     """
     findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
-    needed = size if objective.kind == "causal" else max(size, Specials.behind(size).eop + 1)
+    needed = max(size, Specials.behind(size).eop + 1) if isinstance(objective, GLMObjective) else size
     if run.model.vocab < needed:
         note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
         note += f", with the objective's special tokens {needed}" if needed > size else ""
