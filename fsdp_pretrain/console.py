@@ -30,7 +30,19 @@ from .units import Bytes, Progress, Seconds
 
 Handler = Callable[[argparse.Namespace], int]
 
-_STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENODEV))
+_STORAGE = frozenset(
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ENODEV,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+    )
+)
 """Errors of storage that is full or fails; all others, if they name a path, are mistakes in that path."""
 
 

@@ -206,16 +206,20 @@ def test_a_node_that_joins_waits_for_a_save(launch: Launch, lab: Any, helpers: A
 
 
 @pytest.mark.slow
-def test_between_two_starts(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
-    """A start waits for a rollback that is under way; the record says why none follows a refused one."""
-    constants("fsdp_pretrain.launch.policy", PAUSES=[4.0])
-    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
+def test_between_two_starts(launch: Launch, lab: Any, helpers: Any, run_command: Any, constants: Any) -> None:
+    """A start waits for a rollback that is under way, as long as it takes; the record says why none follows a refused
+    one. In the pause nobody can be asked, and the answer says whom to end."""
+    constants("fsdp_pretrain.launch.policy", PAUSES=[15.0])
+    hasty = {**HASTE, "join_timeout": "2 s"}
+    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=hasty, watchdog=PATIENT)
     job = launch(config)
     job.reaches(12)
     job.ranks()[1].kill()
     helpers.wait_for(lambda: helpers.journal(job.run, "restart"), what="a restart")
+    refused = run_command("fsdp_pretrain.cli", "control", job.run, "stop", expect=78).stderr
+    assert "no job of" in refused and "to end the launcher, send it SIGTERM" in refused
     with hold(RunDir(job.run), "rollback"):
-        time.sleep(5)
+        time.sleep(20)
         assert segments(job) == 1 and job.process.poll() is None
     helpers.wait_for(lambda: len(helpers.journal(job.run, "ready")) == 2, what="the second start")
     (job.run / "avoid_hosts").write_text(socket.gethostname() + "\n")
@@ -312,6 +316,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, he
     [
         ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
         (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
+        (["optimizer.lr=1e-4"], [], "optimizer.lr=1e-4 stands before"),
         (["--nnodes", "0"], [], "--nnodes 0 is neither a number of nodes nor MIN:MAX"),
         (["--nproc-per-node", "3"], ["parallel.shard=2"], "parallel.shard = 2 does not divide the world size 3"),
     ],

@@ -4,10 +4,14 @@ process."""
 from __future__ import annotations
 
 import argparse
+import errno
+import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,17 @@ from processes import spawn
 from sight import PATIENCE
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from fsdp_pretrain import master_port
 from fsdp_pretrain.cli.launch import torchrun_options
 from fsdp_pretrain.config.operations import LaunchSection
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.elastic_agent import cause_of
 from fsdp_pretrain.launch.outcome import StartOutcome, segment_of
 from fsdp_pretrain.launch.policy import decide
+from fsdp_pretrain.launch.watch import TorchrunWatch
 from fsdp_pretrain.run import journal, state_files
 from fsdp_pretrain.run.files import RunDir
 
@@ -138,9 +144,16 @@ def torchrun_arguments(*options: str) -> list[str]:
 def test_torchrun_gets_what_it_needs() -> None:
     one = " ".join(torchrun_arguments("--nproc-per-node", "4", "--log-dir", "logs"))
     assert one.endswith("--nnodes 1 --nproc-per-node 4 --max-restarts 0 --standalone --log-dir logs -m fsdp_pretrain.train x.toml a=1")  # fmt: skip
-    for head, is_host in (("127.0.0.1", "true"), ("192.0.2.1:1234", "false")):
+    for head, endpoint, is_host in (
+        ("127.0.0.1", "127.0.0.1:29400", "true"),
+        ("127.0.1.1", "127.0.1.1:29400", "true"),  # as Debian names a machine to itself
+        ("192.0.2.1:1234", "192.0.2.1:1234", "false"),
+        ("2001:db8::7", "[2001:db8::7]:29400", "false"),
+        ("[2001:db8::7]:1234", "[2001:db8::7]:1234", "false"),
+    ):
         many = " ".join(torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", head, "--local-addr", "127.0.0.1"))
-        endpoint = head if ":" in head else f"{head}:29400"
+        host = head.partition("]")[0].strip("[") if "2001" in head else head.partition(":")[0]
+        assert parse_rendezvous_endpoint(endpoint, 1) == (host, int(endpoint.rpartition(":")[2]))
         assert f"--rdzv-endpoint {endpoint} --rdzv-id job --rdzv-conf is_host={is_host}," in many
         assert "--nnodes 3 --nproc-per-node gpu" in many and "--local-addr 127.0.0.1" in many
     for said in ("true", "false"):
@@ -149,8 +162,6 @@ def test_torchrun_gets_what_it_needs() -> None:
         assert f"--rdzv-conf is_host={said},join_timeout=300,close_timeout=30,read_timeout=9 " in many
     with pytest.raises(ConfigError, match="'is_host' has no value"):
         torchrun_arguments("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "is_host")
-    with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve on this node"):
-        torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
     with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
         torchrun_arguments("--nnodes", "3")
     for wrong in ("x", "0", "3:2", "1:2:3"):
@@ -158,6 +169,46 @@ def test_torchrun_gets_what_it_needs() -> None:
             torchrun_arguments("--nnodes", wrong)
     variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
     assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
+
+
+@pytest.mark.parametrize("after", [2, 100])
+def test_the_name_of_the_first_node_may_come_with_its_container(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Or never: then the job may be started again, as when the nodes do not find each other."""
+    resolve, asked = socket.getaddrinfo, list[str]()
+
+    def unknown_at_first(host: str, *more: Any) -> Any:
+        asked.append(host)
+        if len(asked) <= after:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("192.0.2.1", *more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 10.0 * next(clock))
+    if after < 100:
+        assert "is_host=false" in " ".join(torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "node-0:29400"))
+    else:
+        with pytest.raises(UserError, match=r"node-0 does not resolve on this node") as caught:
+            torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "node-0:29400")
+        assert caught.value.exit == 75
+    assert {*asked} == {"node-0"} and len(asked) < 50
+
+
+def test_an_error_of_the_storage_does_not_end_the_look_at_a_start(tmp_path: Path) -> None:
+    """A network file system that is away for a moment: the launcher's view of the start would stay as it was."""
+    child = subprocess.Popen(["sleep", "30"])
+    looks = list[int]()
+
+    def on_read() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        child.kill()
+
+    child.ranks, child.wait_for_ranks, child.has_lost_ranks = list, lambda seconds: True, False  # type: ignore[attr-defined]
+    watch = TorchrunWatch(RunDir(tmp_path), LaunchSection(), child, lambda: 0, host=None)  # type: ignore[arg-type]
+    assert watch.run(lambda: None, on_read) == -9 and len(looks) == 2
 
 
 def test_the_port_of_the_store_is_kept_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,24 +241,54 @@ def test_a_port_that_another_process_has_is_named_at_once(tmp_path: Path) -> Non
     ("code", "array", "restarts", "expected"),
     [
         (0, False, 0, []),
-        (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
-        (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
-        (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (
+            75,
+            False,
+            0,
+            [
+                "requeuehold 5",
+                "update JobId=5 ExcNodeList=spare,bad1",
+                "update JobId=5 ExcNodeList=spare,bad1,bad2",
+                "release 5",
+            ],
+        ),
+        (
+            76,
+            False,
+            9,
+            [
+                "requeuehold 5",
+                "update JobId=5 ExcNodeList=spare,bad1",
+                "update JobId=5 ExcNodeList=spare,bad1,bad2",
+                "release 5",
+            ],
+        ),
+        (
+            137,
+            False,
+            0,
+            [
+                "requeuehold 5",
+                "update JobId=5 ExcNodeList=spare,bad1",
+                "update JobId=5 ExcNodeList=spare,bad1,bad2",
+                "release 5",
+            ],
+        ),
         (137, False, 3, []),
-        (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1,bad2"]),
+        (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1", "update JobId=4 ExcNodeList=spare,bad1,bad2"]),
         (0, True, 0, ["scancel --state=PENDING 4"]),
     ],
 )
 def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: int, expected: list[str]) -> None:
-    """The batch script with a fake Slurm that records its calls."""
+    """The batch script with a fake Slurm that records its calls, and knows nodes by their short names."""
     script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
+    (tmp_path / "run/avoid_hosts").write_text("bad1.cluster.local\ngone.cluster.local\nbad2\n")
     fakes = {
         "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/started; exit {code} ;; esac',
         "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
-        f'"show job") echo "   JobState=RUNNING Reason=None ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
+        f'"show job") echo "   JobState=RUNNING Reason=None ExcNodeList=spare" ;; *) case "$*" in *.local* | *gone*) exit 1 ;; *) echo "$@" >> {log} ;; esac ;; esac',
         "scancel": f'echo "scancel $@" >> {log}',
     }
     (tmp_path / "env.sh").write_text("[ -n $UNSET ] && SRUN=(srun --container-image=it)\n")
@@ -227,6 +308,7 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert (log.read_text().splitlines() if log.exists() else []) == expected
+    assert ("gone.cluster.local" in done.stdout) == any("update" in line for line in expected)
     started = (tmp_path / "started").read_text().strip()
     assert started.startswith("--container-image=it fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
     assert started.endswith(" my.toml a=1")

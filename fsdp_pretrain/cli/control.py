@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, argument, as_json, seconds, step_number, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.arguments import RUN
 from fsdp_pretrain.units import human_time
 
@@ -61,10 +62,16 @@ def running_job(run: RunDir) -> StatusReport:
 
     report = inspect(run, brief=True)
     if not report.running:
+        remedy = "" if report.state == "complete" else "start the run, then repeat the command"
+        kinds = [
+            entry["kind"] for entry in journal.read(run) if entry["kind"] in ("start", "restart", "stop", "launch")
+        ]
+        if kinds[-1:] == ["restart"]:
+            remedy = "its launcher starts it again: repeat the command then; to end the launcher, send it SIGTERM"
         raise ConfigError(
             f"no job of {run.path} is running (state {report.state})",
             effect="nobody would answer the request",
-            remedy="" if report.state == "complete" else "start the run, then repeat the command",
+            remedy=remedy,
         )
     return report
 

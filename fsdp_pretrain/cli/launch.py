@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,19 @@ def torchrun_options(usage: str, **defaults: Any) -> Argument:
     return add
 
 
+def _refuse_overrides(options: Sequence[str], config: str) -> None:
+    """Raise ConfigError if an override stands before the configuration: torchrun would take it for its program."""
+    for before, text in pairwise(["", *options]):
+        is_value = before.startswith("-") and "=" not in before
+        if re.match(r"[a-z_]+(\.[A-Za-z0-9_-]+)+=", text) and not is_value:
+            raise ConfigError(f"{text} stands before {config}", remedy=f"put it behind: launch {config} {text}")
+
+
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(options of torchrun, configuration and arguments of the trainer). Raises ConfigError."""
     for at, text in enumerate(arguments):
         if text.endswith(".toml") and not text.startswith("-"):
+            _refuse_overrides(arguments[:at], text)
             return list(arguments[:at]), list(arguments[at:])
     raise ConfigError("no configuration: none of the arguments is a .toml file", remedy="fsdp-pretrain launch --help")
 

@@ -55,8 +55,8 @@ class Launcher:
         self._run, self._host = RunDir(config.run.dir), socket.gethostname()
         self._notes, self._seen_note = notes, notes / "seen.json"
         self._most_nodes = torchrun.most_nodes(args.nnodes)
-        self._is_first_node = torchrun.is_first(args)
         join = self._settings.join_timeout.value
+        self._is_first_node = torchrun.is_first(args, join)
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
         # How long torchrun waits for the ranks that it ends.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
@@ -85,7 +85,7 @@ class Launcher:
                 return self._end(decision)
             self._report_restart(decision)
             self._wait_for(lambda: False, decision.pause, _POLL)
-            self._wait_for(lambda: not self._is_held(), self._settings.join_timeout.value, _POLL)
+            self._wait_for(lambda: not self._is_held(), math.inf, _POLL)
             if self._pending_signals:
                 name = signal.Signals(self._pending_signals[0]).name
                 reason = f"asked to stop before it was started again: {name}"
@@ -104,7 +104,7 @@ class Launcher:
     def _is_held(self) -> bool:
         """Whether a person goes back, or does something else to the run that no start can do meanwhile."""
         held = lock.read(self._run.lock)
-        return held is not None and held.purpose != lock.TRAINING and lock.is_alive(held) is not False
+        return held is not None and held.purpose != lock.TRAINING and lock.is_held(self._run)
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""
@@ -133,7 +133,11 @@ class Launcher:
             joined = child.had_ranks or self._most_nodes == 1
             return outcome.read_outcome(self._run, newest_before(), note, code, host=host, joined=joined)
 
-        ended = read()
+        try:
+            ended = read()
+        except OSError:  # a mount that is gone says so
+            self._check_place()
+            raise
         if ended.code != Exit.COMPLETE:
             self._check_place()
         if self._most_nodes > 1 and ended.segment is not None:

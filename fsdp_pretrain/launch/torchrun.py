@@ -16,16 +16,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.processes import die_with_parent, process_start
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.exit_intent import ExitIntent
 from fsdp_pretrain.run.lock import this_process
+from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.hang.rank_client import AGENT, root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
@@ -40,6 +42,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _OTHERS_SECONDS = 10.0
 """Seconds for which a rank leaves an error common to all to the rank that says it."""
+_PORT = "29400"
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
@@ -47,7 +50,7 @@ def command(
     args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
 ) -> list[str]:
     """The torchrun command line. `rest`: further torchrun options; `join`: rendezvous timeout in seconds. Raises
-    ConfigError if there are several nodes and no first node, or one whose name does not resolve here."""
+    ConfigError if there are several nodes and no first node; UserError as `is_first`."""
     if args.rdzv_endpoint is None and most_nodes(args.nnodes) > 1:
         raise ConfigError(
             f"--nnodes {args.nnodes} without --rdzv-endpoint: the nodes cannot find each other",
@@ -56,8 +59,9 @@ def command(
     if args.rdzv_endpoint is None:
         rendezvous = ["--standalone"]
     else:
-        endpoint = args.rdzv_endpoint if ":" in args.rdzv_endpoint else f"{args.rdzv_endpoint}:29400"
-        defaults = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
+        host, port = _endpoint(args.rdzv_endpoint)
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        defaults = f"is_host={str(is_first(args, join)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
         conf = ",".join(f"{key}={value}" for key, value in {**_settings(defaults), **_settings(args.rdzv_conf)}.items())
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         rendezvous += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
@@ -84,9 +88,18 @@ def _settings(conf: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in parts}
 
 
-def is_first(args: argparse.Namespace) -> bool:
+def _endpoint(text: str) -> tuple[str, str]:
+    """Host and port of a value of --rdzv-endpoint: HOST, HOST:PORT, or an IPv6 address, in brackets if with a port."""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, rest.removeprefix(":") or _PORT
+    host, _, port = text.partition(":") if text.count(":") == 1 else (text, "", "")
+    return host, port or _PORT
+
+
+def is_first(args: argparse.Namespace, patience: float) -> bool:
     """Whether this node hosts the rendezvous: `is_host` of --rdzv-conf if set, else whether the endpoint's host
-    is this machine. Raises ConfigError if its name does not resolve.
+    is this machine. Raises UserError, with exit code 75, if its name does not resolve for `patience` seconds.
 
     torchrun compares the name with this machine's host name, which fails on every node for an address or an alias.
     """
@@ -94,13 +107,31 @@ def is_first(args: argparse.Namespace) -> bool:
         return True
     if (is_host := _settings(args.rdzv_conf).get("is_host")) is not None:
         return is_host.lower() in ("1", "true", "t", "yes", "y")
-    host = args.rdzv_endpoint.partition(":")[0]
+    host, _ = _endpoint(args.rdzv_endpoint)
     own_addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    try:
-        host_addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise ConfigError(f"--rdzv-endpoint {host} does not resolve on this node: {error}") from None
-    return bool(own_addresses & host_addresses)
+    host_addresses = _resolve(host, patience)
+    # Many systems give a node's own name an address of the loopback that no interface has: 127.0.1.1.
+    return any(address.startswith("127.") for address in host_addresses) or bool(own_addresses & host_addresses)
+
+
+def _resolve(host: str, patience: float) -> set[str]:
+    """The addresses of a host. Its name may come with its container, seconds after this one. Raises UserError."""
+    until, told = time.monotonic() + patience, False
+    while True:
+        try:
+            return {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        except OSError as error:
+            if time.monotonic() >= until:
+                unknown = UserError(
+                    f"--rdzv-endpoint {host} does not resolve on this node: {error}",
+                    remedy="look for a mistake in the name; or start again, when the first node is there",
+                )
+                unknown.exit = Exit.RESUME
+                raise unknown from None
+            if not told:
+                print(f"waiting up to {human_time(patience)} for the name {host}: {error}", file=sys.stderr, flush=True)
+                told = True
+            time.sleep(1.0)
 
 
 def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import Exit
@@ -96,14 +97,19 @@ class TorchrunWatch:
 
     def _read_run_dir(self, done: threading.Event, on_read: Callable[[], None]) -> None:
         while not done.wait(_READ_EVERY):
-            on_read()
-            before = self._before()
-            segment = segment_of(self._run, before, self._host)
-            if segment <= before or not (self._run.segment(segment) / "environment.json").exists():
-                continue
-            intent = exit_intent.read(self._run.segment(segment))
-            # Ranks that end as they agreed may be writing; those that the watchdog gives up are not.
-            agreed = None if intent is None or intent.by is not None else intent.code
-            self._ends_well = agreed in (Exit.COMPLETE, Exit.RESUME)
-            others = hosts_of(self._run, segment) - {self._host}
-            self._others_ended = self._host is not None and bool(ended_hosts(self._run, segment) & others)
+            with suppress(OSError):  # of a network file system that comes back
+                on_read()
+                self._look()
+
+    def _look(self) -> None:
+        """Read how this start ends. Raises OSError."""
+        before = self._before()
+        segment = segment_of(self._run, before, self._host)
+        if segment <= before or not (self._run.segment(segment) / "environment.json").exists():
+            return
+        intent = exit_intent.read(self._run.segment(segment))
+        # Ranks that end as they agreed may be writing; those that the watchdog gives up are not.
+        agreed = None if intent is None or intent.by is not None else intent.code
+        self._ends_well = agreed in (Exit.COMPLETE, Exit.RESUME)
+        others = hosts_of(self._run, segment) - {self._host}
+        self._others_ended = self._host is not None and bool(ended_hosts(self._run, segment) & others)
