@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from laboratory import seal
 from processes import constants
-from records import parsed
+from records import parsed, step_record
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.packing import unigrams
@@ -106,6 +106,42 @@ def test_what_is_wrong_is_told(
     found = judge(wrong, tmp_path)
     assert [(key, severity) for key, severity, _ in found] == said
     assert all(step is not None and first <= step < first + within for _, _, step in found)
+
+
+FAULTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "data-specials": lambda step: {"adjacent_specials": 8},
+    "data-separators": lambda step: {"separators": 0},
+    "data-cursor": lambda step: {"cursor": 0},
+    "data-repeated": lambda step: {"data_digest": str(step - 1)},
+    "data-quarantined": lambda step: {"quarantined": 3},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("starts_again", [False, True])
+@pytest.mark.parametrize("key", FAULTS)
+def test_a_fault_that_is_over_ends_its_alarm_and_the_next_is_told(tmp_path: Path, key: str, starts_again: bool) -> None:
+    """After 100 clean steps, of the next start too; though the first was acknowledged."""
+    told = list[tuple[str, int | None]]()
+    alarms = Alarms(
+        tmp_path / "alarms.jsonl", lambda alarm: told.append((alarm.state, alarm.step)) if alarm.key == key else None
+    )
+
+    def train(steps: range, wrong: Collection[int]) -> None:
+        detector = DataInvariantDetector(alarms, causal=False, max_quarantined=1e-4)
+        for step in steps:
+            counts = {"documents": 8, "separators": 8, "adjacent_specials": 0, "data_digest": str(step)}
+            detector.step(step_record(step, **{**counts, **(FAULTS[key](step) if step in wrong else {})}))
+            if step == 20:
+                alarms.acknowledge(key)
+
+    if starts_again:
+        train(range(1, 21), [10])
+        train(range(21, 501), range(401, 501))
+    else:
+        train(range(1, 501), [10, *range(401, 501)])
+    over = 120 if starts_again else 110
+    assert told == [("open", 10), ("acknowledged", 10), ("resolved", over), ("open", 401)]
 
 
 @pytest.mark.parametrize("excludes", [False, True])

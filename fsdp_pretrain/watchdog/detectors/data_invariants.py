@@ -6,7 +6,7 @@ Invariants are exact and also find a defect present from the first step; compari
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from fsdp_pretrain.run.step_record import StepRecord
@@ -17,12 +17,16 @@ from .base import Detector
 
 _TOLERATED = 0.01
 """Share of the documents of one step that may break an invariant."""
+_CLEAN_STEPS = 100
+"""Steps in a row without a fault that end its alarm, so that the next one is reported again."""
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
 """Warn if over so many steps a source's share differs from the plan by so many deviations, and by at least this."""
 _REMEMBERED = 100_000
 """Number of data digests kept to notice repeated batches."""
 _FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
 """Deviations from which a batch is far; of so many steps, so many must be far for a warning."""
+_COUNTED = ("data-specials", "data-separators", "data-cursor", "data-repeated", "data-quarantined")
+"""Alarms that end after clean steps."""
 _EFFECTS = {
     "data-specials": "the model learns doubled separators",
     "data-separators": "the model does not learn where documents end",
@@ -55,6 +59,7 @@ class DataInvariantDetector(Detector):
         super().__init__(alarms)
         self._causal, self._max_quarantined, self._before = causal, max_quarantined, before
         self._digests: dict[str, int] = {}
+        self._clean = Counter[str]()
         self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
         self._stretches = self._quarantined = 0
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
@@ -63,6 +68,7 @@ class DataInvariantDetector(Detector):
         """Judge a record, and compare it with earlier ones."""
         last = self._before(record.step - 1) if self.last is None else self.last
         super().step(record)
+        self._clean.update(_COUNTED)
         self._judge_separators(record)
         if last is not None:
             self._judge_cursor(record, last)
@@ -71,8 +77,12 @@ class DataInvariantDetector(Detector):
         self._judge_shares(record)
         self._judge_quarantined(record)
         self._judge_distance(record)
+        for key in _COUNTED:
+            if self._clean[key] >= _CLEAN_STEPS:
+                self.resolve(key, f"nothing was wrong in the last {_CLEAN_STEPS} steps")
 
     def _wrong(self, severity: Severity, key: str, summary: str) -> None:
+        self._clean[key] = 0
         effect = _EFFECTS[key.partition("/")[0]].format(most=self._max_quarantined)
         remedy = f"see `fsdp-pretrain where RUN --step {self.at} --text`, and run `fsdp-data validate` on the sources"
         self.open(key, severity, f"step {self.at}: {summary}", effect, remedy)
