@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
+from fsdp_pretrain.watchdog.hang.collectives import GroupProgress
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.leader import Leader
 from fsdp_pretrain.watchdog.notify import channels, notifier
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
@@ -193,6 +195,35 @@ def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) ->
         "run": "llama-7b", "segment": 3, "host": "n1", "step": 41_200, "facts": {"tokens": 7},
     }  # fmt: skip
     assert {key: content[key] for key in expected} == expected and headers["Idempotency-Key"] == content["id"]
+
+
+def test_a_message_about_a_thousand_ranks_fits_its_receiver(
+    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PagerDuty takes 512 KB, others less. What is left out is in `alarms.jsonl`."""
+    endpoint.up()
+    url = f"http://127.0.0.1:{endpoint.port}"
+    monkeypatch.setitem(channels._PAGERDUTY, "eu", f"{url}/v2/enqueue")
+    hook, note = tmp_path / "hook", tmp_path / "note"
+    hook.write_text(f"#!/bin/sh\ncat >{note}.new\nmv {note}.new {note}\n")
+    hook.chmod(0o755)
+    secrets = {"PAGERDUTY_ROUTING_KEY": SECRET, "SLACK_WEBHOOK_URL": f"{url}/s", "ALARM_WEBHOOK_URL": f"{url}/w"}
+    watch = Watch(tmp_path, secrets, pagerduty="eu", slack=True, webhook=True, command=[str(hook)])
+    groups = tuple(GroupProgress(f"0:{n}", f"mesh {n}", 1000, 70, -1, 69, "all_gather", "[4096]") for n in range(4))
+    ranks = [
+        asdict(RankSnapshot(rank, "n", 1, 7, "compute", 9, 600.0, "S", False, "nccl", "x.py:1", ("x",), "", groups))
+        for rank in range(1000)
+    ]
+    verdict = {"verdict": "stuck", "suspects": [417], "hosts": ["n52"], "seconds": 600.0}
+    watch.alarms.open("hang", CRIT, "rank 417 is stuck", facts={**verdict, "ranks": ranks})
+    watch.until(lambda: len(endpoint.requests) == 3 and note.exists())
+    bodies = [body for _, _, body in endpoint.requests] + [note.read_bytes()]
+    assert max(map(len, bodies)) < 64 * 1024 and all(b"rank 417 is stuck" in body for body in bodies)
+    contents = [json.loads(body) for body in bodies]
+    told = [each.get("facts") or each["payload"]["custom_details"]["facts"] for each in contents if "text" not in each]
+    left_out = f"ranks: see {tmp_path}/watchdog/alarms.jsonl"
+    assert len(told) == 3 and all(facts == {**verdict, "left_out": left_out} for facts in told)
+    assert next(iter(watch.alarms)).facts["ranks"] == ranks
 
 
 def test_pagerduty_opens_and_closes_one_incident(

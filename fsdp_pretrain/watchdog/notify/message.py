@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_pretrain.run.files import age, now
@@ -17,6 +18,8 @@ Kind = Literal["open", "resolved", "reminder", "digest"]
 _HEADS = {"open": "", "reminder": " still open", "resolved": " resolved"}
 _DIGEST_LINES = 50
 """Slack cuts a text at 40,000 characters."""
+_FACTS_BYTES = 32 * 1024
+"""Limit of `facts`: PagerDuty refuses messages of 512 KB, other receivers smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender) -> Mess
     return Message(
         id=hashlib.sha256(" ".join(key).encode()).hexdigest()[:32],
         kind=kind,
-        alarm=alarm,
+        alarm=replace(alarm, facts=_shortened(alarm.facts, sender)),
         sender=sender,
         title=" ".join(f"[{head}] {sender.run} · {subject}{place}".split()),
         lines=lines,
@@ -92,6 +95,21 @@ def _lines(kind: Kind, alarm: Alarm, sender: MessageSender) -> list[str]:
         lines += [f"acknowledge: fsdp-pretrain alarms {sender.path} ack {alarm.key}"]
     segment = f", start {sender.segment}" if sender.segment is not None else ""
     return [*lines, f"where: {sender.path} on {sender.host}{segment}"]
+
+
+def _shortened(facts: dict[str, Any], sender: MessageSender) -> dict[str, Any]:
+    """The facts without the largest ones, if all are too many for a message: the positions of all ranks of a hang."""
+    sizes = {name: len(json.dumps(value)) for name, value in facts.items()}
+    left_out: list[str] = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sum(sizes.values()) <= _FACTS_BYTES:
+            break
+        del sizes[name]
+        left_out.append(name)
+    if not left_out:
+        return facts
+    text = f"{', '.join(left_out)}: see {sender.path}/watchdog/alarms.jsonl"
+    return {name: facts[name] for name in sizes} | {"left_out": text}
 
 
 def _digest(alarms: list[Alarm]) -> Alarm:
