@@ -77,12 +77,23 @@ def test_a_shorter_interval_counts_from_the_next_save(watch: Watch, tmp_path: Pa
     assert train(range(1001, 1061)) == [] and train(range(1061, 1161)) == ["WARN"]
 
 
-def test_a_cause_that_has_paged_is_not_paged_again(watch: Watch, tmp_path: Path) -> None:
-    """A full disk: while a failed save is known, a late checkpoint is a warning, until the run must stop."""
+@pytest.mark.parametrize(
+    ("key", "severity", "is_cause"),
+    [
+        ("checkpoint-failed", Severity.CRIT, True),
+        ("disk/run", Severity.CRIT, True),
+        ("disk/tmp", Severity.CRIT, False),
+        ("disk/run", Severity.WARN, False),
+    ],
+)
+def test_a_cause_that_has_paged_is_not_paged_again(
+    watch: Watch, tmp_path: Path, key: str, severity: Severity, is_cause: bool
+) -> None:
+    """While it is known, a late checkpoint is a warning, until the run must stop; what is no cause changes nothing."""
     run = tmp_path / "run"
     checkpoints = Checkpoints(watch, run, every="100 steps").age
     write_journal(run, {"kind": "start", "world": 64, "checkpoint_bytes": 12 * 1000})
-    watch.alarms.open("checkpoint-failed", Severity.CRIT, "step 100 could not be saved")
+    watch.alarms.open(key, severity, "the cause")
     levels = []
     for start in range(0, 500, 70):
         for step in range(start + 1, start + 71):
@@ -91,7 +102,8 @@ def test_a_cause_that_has_paged_is_not_paged_again(watch: Watch, tmp_path: Path)
         late = [alarm.severity.name for alarm in watch.changes if alarm.key == "checkpoint-age"]
         asked = sorted(json.loads(path.read_text())["verb"] for path in (run / "control").glob("*"))
         levels.append((late, asked))
-    assert levels[4] == (["WARN"], ["save"]) and levels[-1] == (["WARN", "CRIT"], ["save", "stop"])
+    assert levels[4] == (["WARN"] if is_cause else ["WARN", "CRIT"], ["save"])
+    assert levels[-1] == (["WARN", "CRIT"], ["save", "stop"])
 
 
 @pytest.mark.parametrize(("every", "late"), [("4_000 tokens", True), ("6_000 tokens", False)])

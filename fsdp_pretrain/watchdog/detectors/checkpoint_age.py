@@ -150,8 +150,8 @@ class CheckpointAgeDetector(StoreDetector):
         verb = {Late.VERY_LATE: "save", Late.TOO_LATE: "stop"}.get(late)
         causes = {
             key
-            for key in self.alarms.open_keys()
-            if key.startswith(("disk/", "checkpoint-failed", "checkpoint-writer"))
+            for key in self.alarms.open_keys(Severity.CRIT)
+            if key.startswith(("disk/checkpoints", "disk/run", "checkpoint-failed", "checkpoint-writer"))
         }
         self.open(
             "checkpoint-age",

@@ -56,8 +56,8 @@ class NodeFindings(AlarmSink):
     def __init__(self) -> None:
         self.by_key: dict[str, NodeFinding] = {}
 
-    def open_keys(self) -> list[str]:
-        return list(self.by_key)
+    def open_keys(self, least: Severity = Severity.INFO) -> list[str]:
+        return [key for key, finding in self.by_key.items() if finding.severity >= least]
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         del revised  # every report replaces the last

@@ -61,8 +61,8 @@ class Alarm:
 class AlarmSink(Protocol):
     """Receives the findings of detectors: the alarms of the run on node 0, or a report to node 0 on other nodes."""
 
-    def open_keys(self) -> list[str]:
-        """The keys of the open alarms."""
+    def open_keys(self, least: Severity = Severity.INFO) -> list[str]:
+        """The keys of the open alarms of at least a severity."""
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         """Open or update an incident; `more` are further fields of `Alarm`."""
@@ -89,8 +89,8 @@ class Alarms(AlarmSink):
     def __iter__(self) -> Iterator[Alarm]:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
-    def open_keys(self) -> list[str]:
-        return [alarm.key for alarm in self]
+    def open_keys(self, least: Severity = Severity.INFO) -> list[str]:
+        return [alarm.key for alarm in self if alarm.severity >= least]
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         """Open or update an incident. It is reported if it is new, its severity rises, or it is `revised`, that is,
