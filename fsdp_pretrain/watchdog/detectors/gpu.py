@@ -19,8 +19,9 @@ _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 _REMAP_XID = 63
 """A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_WINDOW, _OFTEN = 20, 15
-"""Number of samples (five minutes), and in how many of them an oddity must occur to cause a warning."""
+_WINDOW, _OFTEN, _SELDOM = 20, 15, 5
+"""Number of samples (five minutes), in how many of them an oddity must occur to cause a warning, and at most for the
+warning to end."""
 _ALARM_AFTER = 2
 """Consecutive failed or late checks that open the alarm `gpu-blind`."""
 
@@ -96,7 +97,8 @@ class GpuDetector(Detector):
             if sum(history) >= _OFTEN:
                 frequent[reason].append(index)
         if not frequent:
-            self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are normal")
+            if all(sum(history) <= _SELDOM for history in self._odd.values()):
+                self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are normal")
             return
         texts = [f"{reason} (GPU {', '.join(map(str, indices))})" for reason, indices in sorted(frequent.items())]
         self.open(
