@@ -324,6 +324,31 @@ def test_a_killed_uploader_comes_back(carried: Carried) -> None:
     assert mirror_status.read(carried.run, 2) is None
 
 
+def test_an_uploader_that_dies_again_and_again_is_told(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end stays in the report while the next one has copied nothing, so that the watchdog sees it."""
+
+    def die(*_: Any) -> None:
+        raise SystemExit(9)
+
+    carried.save(10)
+    carried.copy()
+    carried.save(20)
+    mirror_status.tell_death(carried.run, 1, -9)
+    told = mirror_status.read(carried.run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Uploader, "_upload", die)
+        for _ in range(2):
+            with pytest.raises(SystemExit):
+                carried.uploader().work(finish=False)
+            report = mirror_status.read(carried.run)
+            assert told is not None and told.problem and report is not None
+            assert (report.problem, report.newest, report.copying) == (told.problem, 10, 20)
+    carried.segment(2)
+    carried.copy()
+    report = mirror_status.read(carried.run)
+    assert report is not None and (report.segment, report.problem) == (2, "")  # another start begins anew
+
+
 @pytest.mark.shows("F53")
 def test_an_uploader_comes_back_with_its_run_directory(carried: Carried, constants: Callable[..., None]) -> None:
     """It ends where the directory is gone or another, and writes nothing there."""

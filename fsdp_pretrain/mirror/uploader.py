@@ -64,7 +64,8 @@ class Uploader:
         self._journal, self._id = Journal(run, segment), own_id
         self._record_versions: Versions = {}
         self._known_records = set[str]()  # found by the first look, or written by this process
-        self._report = MirrorReport(segment=segment)
+        # What ended an uploader of this start is not over before a pass has succeeded.
+        self._report = mirror_status.read(run, segment) or MirrorReport(segment=segment)
         self._reported: MirrorReport | None = None
         self._mirrored: list[Checkpoint] = []
         self._record_due = 0.0
