@@ -237,3 +237,30 @@ def test_ranks_that_vary_are_no_stragglers_and_those_that_are_slow_are(
     assert stragglers_of(tmp_path, ranks, noise, {}, 3000 if ranks < 8 else 12000 // ranks) == []
     slower = max(0.06, 10 * noise)
     assert stragglers_of(tmp_path, ranks, noise, {1: slower}, 40)[0] in [("straggler/rank-1", n) for n in (23, 24)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fast_first", [False, True])
+def test_a_host_whose_ranks_come_and_go_is_told_once(tmp_path: Path, fast_first: bool) -> None:
+    """Three ranks of its eight are always slow and one in turns, so that it is half of them in turns. Ranks that were
+    reported before become their host's once, and not "as fast as the others"."""
+    told = list[tuple[str, str, str]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: told.append((alarm.key, alarm.state, alarm.summary)))
+    seen: Windows = {}
+    stragglers, random_ = StragglerDetector(alarms, lambda: seen), random.Random(3)
+    for window in range(1, 121):
+        turn = (window - 21) // 4 % 2 == int(fast_first)
+        slow = {8: 1.05, 9: 1.05, 10: 1.05, 11: 1.03 if turn else 1.0} if 20 < window <= 100 else {}
+        for rank in range(16):
+            own = slow.get(rank, 1.0) * random_.lognormvariate(0, 0.001)
+            seen[rank] = ("n5" if rank >= 8 else "n4", window, own)
+        stragglers.tick(window)
+    ranks = [f"straggler/rank-{rank}" for rank in (8, 9, 10)] if fast_first else []
+    assert [(key, state) for key, state, _ in told] == [
+        *((key, "open") for key in ranks),
+        ("straggler/n5", "open"),
+        *((key, "resolved") for key in ranks),
+        ("straggler/n5", "resolved"),
+    ]
+    ends = [text for _, state, text in told if state == "resolved"]
+    assert ends == ["its host is reported instead: straggler/n5"] * len(ranks) + ["as fast as the others again"]

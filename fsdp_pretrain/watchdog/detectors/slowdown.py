@@ -181,6 +181,7 @@ class StragglerDetector(Detector):
     more than the noise among ranks and between windows, in three of the last four windows. With few ranks only the
     latter noise is available; it is estimated from changes, so that a rank that stays slow does not hide itself. A
     reported straggler stays one until it is at most `_STRAGGLER` above the median, even if the noise grows.
+    A host of which half of the ranks are slow has one alarm, until none of them is.
 
     `windows`: returns the last window of every rank.
     """
@@ -227,12 +228,14 @@ class StragglerDetector(Detector):
 
     def _report(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
         stragglers: dict[str, tuple[str, float]] = {}
+        reported = self.alarms.open_keys()
         for host in {hosts[rank] for rank in slow}:
             here = [rank for rank, name in hosts.items() if name == host]
             guilty = sorted(slow.intersection(here))
-            if len(here) > 1 and 2 * len(guilty) >= len(here) and len(set(hosts.values())) > 1:
+            key, is_half = f"straggler/{host}", len(here) > 1 and 2 * len(guilty) >= len(here)
+            if key in reported or (is_half and len(set(hosts.values())) > 1):  # it stays one alarm until it is over
                 worst = max(ratios[rank] for rank in guilty)
-                stragglers[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
+                stragglers[key] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
             else:
                 stragglers |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
         for key, (who, ratio) in stragglers.items():
@@ -244,4 +247,7 @@ class StragglerDetector(Detector):
                 "check clocks, temperature and other processes there; take the host out at the next stop",
                 facts={"ratio": ratio, "window": self._window},
             )
+        for rank in slow:
+            if (key := f"straggler/{hosts[rank]}") in stragglers:
+                self.resolve(f"straggler/rank-{rank}", f"its host is reported instead: {key}")
         self.resolve_others("straggler", stragglers, "as fast as the others again")
