@@ -110,6 +110,19 @@ def test_a_reminder_comes_every_day_until_somebody_takes_it(life: Life) -> None:
     assert life.messages() == ["open disk/tmp", "open disk/tmp"]
 
 
+def test_what_was_sent_before_it_could_be_written_is_not_sent_again(life: Life) -> None:
+    """A run directory that hung: the alarm is entered once it answers, and ends."""
+    for hour in ("03", "05"):
+        time = f"2026-01-17T{hour}:00:00.000Z"
+        life.known["blind/h"] = Alarm("blind/h", CRIT, "open", "no answer", opened=time, changed=time)
+        life.deliver()
+        life.alarms.enter_sent(life.known["blind/h"])
+        life.alarms.resolve("blind/h", "it answers again")
+        life.wait(HOUR)
+        assert life.messages() == ["open blind/h", "resolved blind/h"]
+    assert life.known["blind/h"].count == 2 and [alarm.key for alarm in life.alarms] == []
+
+
 @pytest.mark.shows("F34")
 @pytest.mark.parametrize("severity", [WARN, CRIT])
 def test_an_alarm_that_comes_and_goes_is_limited(life: Life, severity: Severity) -> None:

@@ -354,8 +354,9 @@ class Agent:
             self._leader.send(alarm)
 
     def _record_alarm(self, alarm: Alarm) -> None:
-        self._alarms.open(alarm.key, alarm.severity, alarm.summary, effect=alarm.effect, remedy=alarm.remedy)
-        self._alarms.resolve(alarm.key, "the run directory answers again")
+        if self._leader is not None:  # else nobody was told
+            self._leader.alarms.enter_sent(alarm)
+            self._leader.alarms.resolve(alarm.key, "the run directory answers again")
 
     def _on_signal(self, number: int, frame: Any) -> None:
         del number, frame

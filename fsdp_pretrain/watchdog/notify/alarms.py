@@ -116,6 +116,11 @@ class Alarms(AlarmSink):
             summary = summary or before.summary
             self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step))
 
+    def enter_sent(self, alarm: Alarm) -> None:
+        """Enter an alarm as it was sent before it could be written: of another `opened` it would be sent again."""
+        before = self._known.get(alarm.key)
+        self._enter(alarm if before is None else replace(alarm, count=before.count + 1))
+
     def acknowledge(self, key: str, by: str = "") -> bool:
         """Acknowledge an alarm for a person (`by`), which ends its reminders. Returns whether it was open."""
         before = self._known.get(key)
