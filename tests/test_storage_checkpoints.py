@@ -77,6 +77,24 @@ def test_a_shorter_interval_counts_from_the_next_save(watch: Watch, tmp_path: Pa
     assert train(range(1001, 1061)) == [] and train(range(1061, 1161)) == ["WARN"]
 
 
+def test_a_longer_interval_stays_known_after_many_saves(watch: Watch, tmp_path: Path) -> None:
+    """To a watchdog that was restarted, with the configuration of the start."""
+    run = tmp_path / "run"
+    run.mkdir()
+    write_journal(
+        run,
+        {"kind": "start", "world": 64, "checkpoint_bytes": 12 * 1000},
+        {"kind": "control", "consumed": 0, "entry": {"checkpoint": {"every": "1000 steps"}}},
+        *({"kind": "checkpoint", "step": step, "seconds": 1.0, "bytes": 12000} for step in range(45)),
+    )
+    checkpoints = Checkpoints(watch, run, every="100 steps").age
+    for step in range(1, 401):
+        checkpoints.step(record(step))
+        if step % 80 == 0:
+            watch.advance(80)
+    assert watch.changes == [] and not list((run / "control").iterdir())
+
+
 @pytest.mark.parametrize(
     ("key", "severity", "is_cause"),
     [

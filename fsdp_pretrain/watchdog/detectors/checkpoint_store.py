@@ -21,7 +21,9 @@ from .base import Detector
 from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
 
 _ENTRIES = 40
-_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "control")
+_SETTINGS = ("start", "control")
+_KINDS = (*_SETTINGS, "checkpoint", "checkpoint-failed", "checkpoint-missing")
+"""Of all kinds the last entries are read; of the settings all, as they hold until they are changed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def look(run: RunDir, offset: int) -> StoreState:
         writing=attempts(store.directory),
         room=Room.of(store.directory),
         prunable=prunable(checkpoints),
-        entries=entries[-_ENTRIES:],
+        entries=[entry for entry in entries[:-_ENTRIES] if entry["kind"] in _SETTINGS] + entries[-_ENTRIES:],
         offset=offset,
     )
 
