@@ -132,6 +132,44 @@ def test_a_problem_of_another_node_is_its_own_alarm(tmp_path: Path) -> None:
         assert told == (expected if beat < 2 else {})
 
 
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_a_restarted_leader_ends_what_other_nodes_no_longer_report(tmp_path: Path, takes_part: bool) -> None:
+    """Also if the node has left the job; only what nodes reported, and not before all may have reported."""
+
+    def restarted(attempt: str, nodes: int) -> tuple[Alarms, PeerNodes, NodeDetector]:
+        alarms, here = Alarms(tmp_path / "alarms.jsonl", lambda _: None), PeerNodes(tmp_path, 0, nodes, attempt)
+        return alarms, here, NodeDetector(alarms, here)
+
+    def report(findings: dict[str, NodeFinding], segment: int = 1) -> None:
+        there = PeerNodes(tmp_path, 1, 2, "x")
+        there.write(NodeReport(time=str(len(findings)), attempt="x", host="n7", segment=segment, findings=findings))
+
+    full = NodeFinding(severity=CRIT, summary="/tmp is full", facts={"free": 0})
+    alarms, here, detector = restarted("x", 2)
+    alarms.open("disk/tmp", CRIT, "/tmp is full here too", facts={"free": 0})
+    report({"disk/tmp": full, "memory/n7": NodeFinding(severity=WARN, summary="n7: used up soon")})
+    here.read(all_=True, at_once=True)
+    detector.tick(0.0)
+    mine, theirs = ["disk/tmp"], ["disk/tmp/n7", "memory/n7"]
+    assert alarms.open_keys() == [*mine, *theirs]
+
+    alarms, here, detector = restarted("x" if takes_part else "y", 2 if takes_part else 1)
+    if takes_part:
+        detector.tick(0.0)
+        report({}, segment=0)  # a start of which it knows nothing yet
+        here.read(all_=True, at_once=True)
+        detector.tick(0.0)
+        assert alarms.open_keys() == [*mine, *theirs]
+        report({"disk/tmp": full})
+        here.read(all_=True, at_once=True)
+        detector.tick(0.0)
+        assert alarms.open_keys() == [*mine, "disk/tmp/n7"]
+        report({})
+        here.read(all_=True, at_once=True)
+    detector.tick(0.0)
+    assert alarms.open_keys() == mine
+
+
 def test_a_node_that_may_not_report_yet_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the segment is known; later its alarm, by its number, ends with its first report."""
     clock = [0.0]

@@ -288,3 +288,27 @@ def test_alarms_of_hosts_and_ranks_end_with_their_start(tmp_path: Path) -> None:
     leader.report_end()
     assert leader.alarms.open_keys() == ["disk/run"]
     leader.close()
+
+
+def test_alarms_end_with_the_source_or_the_evaluations_they_are_of(tmp_path: Path) -> None:
+    """A later start has other sources, and does not evaluate."""
+    run = RunDir(tmp_path / "run")
+    run.new_segment()
+    known = Alarms(alarms_file(run), lambda _: None)
+    for key in (
+        "data-shard/text",
+        "data-shard/b",
+        "data-shard/b/n7",
+        "data-share/b",
+        "evaluation-verdict/nll",
+        "disk/run",
+    ):
+        known.open(key, Severity.CRIT, "it happened")
+    for more, left in (
+        ({"eval": {"every": "10 steps"}}, ["data-shard/text", "evaluation-verdict/nll", "disk/run"]),
+        ({}, ["data-shard/text", "disk/run"]),
+    ):
+        config = Config.model_validate(tiny("x", run.path, "/nowhere", **more))
+        leader = Leader(config, RankMonitor(range(1), run.path / "pages", os.getpid()), 1)
+        leader.close()
+        assert leader.alarms.open_keys() == left

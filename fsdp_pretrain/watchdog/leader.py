@@ -18,6 +18,7 @@ from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.evaluations import evaluates
 from fsdp_pretrain.watchdog.detectors.health import is_written_by_trainer
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
@@ -33,6 +34,8 @@ _PER_START = frozenset(
     "mirror".split()
 )
 """Detectors whose alarms end when the ranks are restarted, perhaps on other hosts: what persists is found again."""
+_OF_SOURCES = ("data-shard", "data-share")
+"""Detectors whose alarms are of one source each, as `data-shard/SOURCE`."""
 _SNAPSHOT_SECONDS = 10.0
 _SERVE_PASSES = 5
 """Passes between two checks for requests and two exports, unless an alarm changes."""
@@ -67,6 +70,7 @@ class Leader:
         for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
             if alarm.detector in _PER_START and alarm.opened < begun:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
+        self._resolve_unjudged()
 
     def _resolve_notify(self, channels: Sequence[Channel]) -> None:
         """Resolve what an earlier start reported: that no channel worked, and channels that are not used any more.
@@ -75,6 +79,15 @@ class Leader:
         for key in self.alarms.open_keys():
             if key == "notify" or (key.startswith("notify/") and key not in used):
                 self.alarms.resolve(key, "the channels of this start can be used")
+
+    def _resolve_unjudged(self) -> None:
+        """Resolve the alarms of sources and evaluations that this start lacks: no detector would."""
+        sources = {source.name for source in self._config.data.sources}
+        for alarm in list(self.alarms):
+            if alarm.detector in _OF_SOURCES and f"{alarm.key}/".split("/")[1] not in sources:
+                self.alarms.resolve(alarm.key, "that source is not used any more")
+            elif alarm.detector.startswith("evaluation-") and not evaluates(self._config):
+                self.alarms.resolve(alarm.key, "evaluations are off")
 
     def new_records(self) -> Iterator[StepRecord]:
         """The records that the trainer wrote since the last call."""

@@ -22,7 +22,7 @@ from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector, DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
+from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector, evaluates
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.health import HealthDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector
@@ -33,7 +33,7 @@ from fsdp_pretrain.watchdog.detectors.nvml import find_reader
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector, Windows
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
-from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.notify.alarms import Alarms, AlarmSink
 
 _SHM = Path("/dev/shm")
 
@@ -45,7 +45,9 @@ def build_detectors(
     run, host, leads = RunDir(config.run.dir), socket.gethostname(), nodes.leader is None
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
-    detectors: list[Detector] = [HealthDetector(alarms), NodeDetector(alarms, nodes)] if leads else []
+    detectors: list[Detector] = []
+    if leads and isinstance(alarms, Alarms):
+        detectors = [HealthDetector(alarms), NodeDetector(alarms, nodes)]
     detectors += [MountDetector(alarms, [run.checkpoints] if leads else [], corpora), HostDetector(alarms, host=host)]
     if len(corpora) < len(config.data.sources):
         detectors.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
@@ -58,7 +60,7 @@ def build_detectors(
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms),
         ]
-        if config.eval.every is not None or config.eval.loss_on:
+        if evaluates(config):
             detectors.append(EvaluationDetector(alarms, run))
         if config.checkpoint.mirror is not None:
             detectors.append(MirrorDetector(alarms, run, segment))

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from fsdp_pretrain.checkpoint.evaluations import without_results
 from fsdp_pretrain.checkpoint.store import step_of
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.run import lock, state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of
@@ -89,6 +90,11 @@ def _look(run: RunDir) -> _Evaluations:
             if seconds > allowed:
                 late.append(_Late(job.checkpoint.step, seconds, claimed))
     return _Evaluations(sorted(results, key=lambda result: result.step), late, given_up)
+
+
+def evaluates(config: Config) -> bool:
+    """Whether a run has evaluations to watch."""
+    return config.eval.every is not None or bool(config.eval.loss_on)
 
 
 class EvaluationDetector(Detector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
-from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.notify.alarms import Alarms, AlarmSink
 
 from .base import Detector
 
@@ -13,9 +13,9 @@ from .base import Detector
 class NodeDetector(Detector):
     """Alarms `node/HOST`, and the alarms that the other nodes report."""
 
-    def __init__(self, alarms: AlarmSink, nodes: PeerNodes) -> None:
+    def __init__(self, alarms: Alarms, nodes: PeerNodes) -> None:
         super().__init__(alarms)
-        self._nodes, self._reported = nodes, set[str]()
+        self._nodes, self._reported = nodes, alarms.reported_by_nodes
 
     def tick(self, now: float) -> None:
         """Judge the reports, which `PeerNodes` reads."""
@@ -29,6 +29,8 @@ class NodeDetector(Detector):
             elif not other.report.ended:
                 for name in {other.report.host, f"node-{other.number}"}:  # by its number before its first report
                     self.alarms.resolve(f"node/{name}", f"{other.report.host} sends heartbeats again")
+        if any(not other.report.segment and not other.silent for other in self._nodes.others):
+            reported |= self._reported  # a node that has only begun may report it again
         for key in self._reported - reported:
             self.alarms.resolve(key)
         self._reported = reported

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.severity import Severity, SeverityName
-from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.notify.alarms import REPORTED_BY, AlarmSink
 
 from .rank_monitor import RankSnapshot
 
@@ -45,7 +45,9 @@ class NodeFinding(BaseModel):
         """Open it in `alarms`, as one of another `host`, whose key and summary name it: here the same may be in order.
         Returns the key."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
-        key = key if not host or host in key.split("/") else f"{key}/{host}"
+        if host:
+            key = key if host in key.split("/") else f"{key}/{host}"
+            more["facts"] = {**self.facts, REPORTED_BY: host}
         alarms.open(key, self.severity, self.summary if host in self.summary else f"{host}: {self.summary}", **more)
         return key
 

@@ -23,6 +23,8 @@ from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_l
 from fsdp_pretrain.severity import Severity
 
 State = Literal["open", "acknowledged", "resolved"]
+REPORTED_BY = "reported_by"
+"""The fact of an alarm that another node reported: the host of that node."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ class Alarms(AlarmSink):
 
     def open_keys(self, least: Severity = Severity.INFO) -> list[str]:
         return [alarm.key for alarm in self if alarm.severity >= least]
+
+    @property
+    def reported_by_nodes(self) -> set[str]:
+        """The keys of the open alarms that other nodes reported, also to earlier leaders."""
+        return {alarm.key for alarm in self if REPORTED_BY in alarm.facts}
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         """Open or update an incident. It is reported if it is new, its severity rises, or it is `revised`, that is,
