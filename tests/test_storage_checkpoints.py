@@ -18,6 +18,7 @@ from fsdp_pretrain.run.requests import take
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import checkpoint_store
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
+from fsdp_pretrain.watchdog.detectors.judged import Judged
 
 pytestmark = pytest.mark.quick
 
@@ -75,6 +76,21 @@ def test_a_shorter_interval_counts_from_the_next_save(watch: Watch, tmp_path: Pa
     commit(Store(run / "checkpoints"), 1000, consumed=1000 * 8)
     watch.advance(61)
     assert train(range(1001, 1061)) == [] and train(range(1061, 1161)) == ["WARN"]
+
+
+def test_a_repaired_save_is_not_told_again_by_a_restarted_watchdog(watch: Watch, tmp_path: Path) -> None:
+    """It judges only what the one before it had not: here a second failure."""
+    run, judged = tmp_path / "run", Judged(2)
+    failed, saved = {"kind": "checkpoint-failed"}, {"kind": "checkpoint", "seconds": 1.0, "bytes": 12000}
+    Checkpoints(watch, run, judged=judged)
+    write_journal(run, {**failed, "step": 100}, *({**saved, "step": step} for step in range(101, 111)))
+    watch.advance(61)
+    assert watch.transitions() == [("checkpoint-failed", "CRIT", "open"), ("checkpoint-failed", "CRIT", "resolved")]
+    write_journal(run, {**failed, "step": 200})
+    again = Checkpoints(watch, run, judged=judged).saves
+    watch.advance(61)
+    assert watch.transitions()[2:] == [("checkpoint-failed", "CRIT", "open")]
+    assert again.figures()["checkpoint_failures"] == 2 and again.longest_save() == pytest.approx(1.0)
 
 
 def test_a_longer_interval_stays_known_after_many_saves(watch: Watch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetecto
 from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector
 from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector
+from fsdp_pretrain.watchdog.detectors.judged import Judged
 from fsdp_pretrain.watchdog.detectors.periodic import THREADS
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
@@ -74,6 +75,7 @@ class Checkpoints:
         every: str = "100 steps",
         reached: Callable[[], int] = int,
         pids: Callable[[], list[int]] = list,
+        judged: Judged | None = None,
     ) -> None:
         for name in ("segments", "control"):
             (run / name).mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ class Checkpoints:
             pids=pids,
         )
         judges = [self.saves, self.space, self.age]
-        watch.detectors = [*judges, StoreWatch(alarms, place, judges)]
+        watch.detectors = [*judges, StoreWatch(alarms, place, judges, judged)]
 
 
 def write_journal(run: Path, *entries: dict[str, Any]) -> None:

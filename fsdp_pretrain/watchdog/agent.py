@@ -127,7 +127,7 @@ class Agent:
 
     def _run_detectors(self) -> None:
         if self._segment and not self._detectors and not self._ended:
-            self._detectors = build_detectors(self._config, self._alarms, self._ranks, self._nodes, self._segment)
+            self._detectors = self._build_detectors()
         if self._leader is not None:
             for record in self._leader.new_records():
                 for detector in self._detectors:
@@ -138,6 +138,14 @@ class Agent:
             detector.tick(time.monotonic())
         if self._leader is not None:
             self._leader.end_pass(self._detectors)
+
+    def _build_detectors(self) -> list[Detector]:
+        """The detectors, having learned from what an agent before this one in this start has judged."""
+        judged = None if self._leader is None else self._leader.judged
+        detectors = build_detectors(self._config, self._alarms, self._ranks, self._nodes, self._segment, judged)
+        if self._leader is not None:
+            self._leader.teach(detectors)
+        return detectors
 
     def _finished(self, begun: float) -> bool:
         seen = bool(self._ranks.beats)

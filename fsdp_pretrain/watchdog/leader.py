@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice, takewhile
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
@@ -20,6 +21,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.evaluations import evaluates
 from fsdp_pretrain.watchdog.detectors.health import is_written_by_trainer
+from fsdp_pretrain.watchdog.detectors.judged import Judged
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
 from fsdp_pretrain.watchdog.notify.channels import Channel, make_channels
@@ -37,17 +39,24 @@ _PER_START = frozenset(
 _OF_SOURCES = ("data-shard", "data-share")
 """Detectors whose alarms are of one source each, as `data-shard/SOURCE`."""
 _SNAPSHOT_SECONDS = 10.0
+_LEARNED = 8 << 20
+"""Bytes of the record, some thousand steps, that a restarted agent learns from: all would take minutes."""
 _SERVE_PASSES = 5
 """Passes between two checks for requests and two exports, unless an alarm changes."""
 
 
 class Leader:
-    """Keeps and sends the alarms of a job, on node 0, once the segment is known; `last` is the last record read."""
+    """Keeps and sends the alarms of a job, on node 0, once the segment is known.
+
+    Attributes:
+        last: the last record read.
+        judged: how far this agent, and those before it in this start, have judged the record and the journal.
+    """
 
     def __init__(self, config: Config, ranks: RankMonitor, segment: int) -> None:
         self._config, self._run, self._segment, self._ranks = config, RunDir(config.run.dir), segment, ranks
         self._metrics = self._run.segment(segment) / METRICS
-        self._offset = 0
+        self.judged = Judged.of(self._run, segment)
         self.last: StepRecord | None = None
         self._skipped = 0
         self._avoided = set[str]()
@@ -89,12 +98,26 @@ class Leader:
             elif alarm.detector.startswith("evaluation-") and not evaluates(self._config):
                 self.alarms.resolve(alarm.key, "evaluations are off")
 
+    def teach(self, detectors: Sequence[Detector]) -> None:
+        """Let new detectors learn from the first and the last records that an agent before this one has judged."""
+        end = self.judged.metrics
+        tail = max(0, end - _LEARNED)
+        first = islice(records(self._metrics), 1 if tail else 0)
+        for record, _ in chain(first, takewhile(lambda item: item[1] <= end, records(self._metrics, tail))):
+            self._read(record)
+            for detector in detectors:
+                detector.learn(record)
+
     def new_records(self) -> Iterator[StepRecord]:
-        """The records that the trainer wrote since the last call."""
-        for record, offset in records(self._metrics, self._offset):
-            self._offset, self.last = offset, record
-            self._skipped += record.skipped
+        """The records that the trainer wrote since the last call, or since an agent before this one read them."""
+        for record, offset in records(self._metrics, self.judged.metrics):
+            self.judged.metrics = offset
+            self._read(record)
             yield record
+
+    def _read(self, record: StepRecord) -> None:
+        self.last = record
+        self._skipped += record.skipped
 
     @property
     def at(self) -> int | None:
@@ -107,6 +130,7 @@ class Leader:
         if now - self._served < _SERVE_PASSES * INTERVAL and not self._changed:
             return
         self._served, self._changed = now, False
+        self.judged.save(self._run)
         self.alarms.serve(self._run)
         self._avoid_hosts()
         if self._notifier is not None:
@@ -208,6 +232,7 @@ class Leader:
 
     def close(self) -> None:
         """Close channels and files."""
+        self.judged.save(self._run)
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()

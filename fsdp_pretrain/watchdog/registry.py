@@ -26,6 +26,7 @@ from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector, eva
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.health import HealthDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector
+from fsdp_pretrain.watchdog.detectors.judged import Judged
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nodes import NodeDetector
@@ -39,9 +40,12 @@ _SHM = Path("/dev/shm")
 
 
 def build_detectors(
-    config: Config, alarms: AlarmSink, ranks: RankMonitor, nodes: PeerNodes, segment: int
+    config: Config, alarms: AlarmSink, ranks: RankMonitor, nodes: PeerNodes, segment: int, judged: Judged | None = None
 ) -> list[Detector]:
-    """The detectors of one node. On node 0 they also watch what all nodes share: checkpoints, data, run directory."""
+    """The detectors of one node. On node 0 they also watch what all nodes share: checkpoints, data, run directory.
+
+    `judged`: how far the record and the journal were judged; kept up to date.
+    """
     run, host, leads = RunDir(config.run.dir), socket.gethostname(), nodes.leader is None
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
@@ -55,7 +59,7 @@ def build_detectors(
     if leads:
         detectors += [
             *_pace(config, alarms, ranks, nodes, list(begun.hosts or [host])),
-            *_checkpoints(config, alarms, ranks, segment),
+            *_checkpoints(config, alarms, ranks, segment, judged),
             DiskSpaceDetector(alarms, {"run": run.path, **local}, run.checkpoints),
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms),
@@ -85,7 +89,9 @@ def _pace(
     ]
 
 
-def _checkpoints(config: Config, alarms: AlarmSink, ranks: RankMonitor, segment: int) -> list[Detector]:
+def _checkpoints(
+    config: Config, alarms: AlarmSink, ranks: RankMonitor, segment: int, judged: Judged | None
+) -> list[Detector]:
     run = RunDir(config.run.dir)
     saves = SaveDetector(alarms, segment, run)
     age = CheckpointAgeDetector(
@@ -100,7 +106,7 @@ def _checkpoints(config: Config, alarms: AlarmSink, ranks: RankMonitor, segment:
     )
     space = CheckpointSpaceDetector(alarms, segment, run.checkpoints)
     judges = [saves, space, age]
-    return [*judges, StoreWatch(alarms, run, judges)]
+    return [*judges, StoreWatch(alarms, run, judges, judged)]
 
 
 def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInvariantDetector:

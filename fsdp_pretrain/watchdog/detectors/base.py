@@ -7,7 +7,8 @@ because a detector would lose such a list in a restart.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fsdp_pretrain.run.step_record import StepRecord
@@ -26,6 +27,7 @@ class Detector:
     def __init__(self, alarms: AlarmSink) -> None:
         self.alarms = alarms
         self.last: StepRecord | None = None
+        self._learning = False
 
     @property
     def at(self) -> int | None:
@@ -35,6 +37,20 @@ class Detector:
     def step(self, record: StepRecord) -> None:
         """The trainer added a metrics record. Called once per record, in order."""
         self.last = record
+
+    def learn(self, record: StepRecord) -> None:
+        """Like `step`, of a record that an agent before this one has judged: it opens and resolves nothing."""
+        with self.learning():
+            self.step(record)
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Open and resolve nothing meanwhile: an agent before this one has done so."""
+        self._learning = True
+        try:
+            yield
+        finally:
+            self._learning = False
 
     def tick(self, now: float) -> None:
         """A pass of the watchdog, at `now` in seconds of `time.monotonic()`. Must never block."""
@@ -61,12 +77,15 @@ class Detector:
             step: step of the run; None: the last recorded one.
             more: further fields of `Alarm` (`action`, `facts`), and `revised`.
         """
+        if self._learning:
+            return
         more |= {name: text for name, text in (("effect", effect), ("remedy", remedy)) if text}
         self.alarms.open(key, severity, summary, step=self.at if step is None else step, **more)
 
     def resolve(self, key: str, summary: str, *, step: int | None = None) -> None:
         """Resolve the alarm, if it is open."""
-        self.alarms.resolve(key, summary, step=self.at if step is None else step)
+        if not self._learning:
+            self.alarms.resolve(key, summary, step=self.at if step is None else step)
 
     def resolve_others(self, detector: str, remaining: Collection[str], summary: str) -> None:
         """Resolve all open alarms `detector/...` whose keys are not in `remaining`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -43,15 +44,20 @@ class SaveDetector(StoreDetector):
 
     def judge(self, state: StoreState, now: float) -> None:
         """Judge new journal entries, damaged checkpoints, and saves in flight."""
-        for entry in state.entries:
-            if entry["kind"] == "checkpoint":
-                self._judge_save(entry)
-            elif self.is_mine(entry):
-                self._judge_failure(entry)
+        with self.learning():
+            self._judge_entries(state.entries[: state.known])
+        self._judge_entries(state.entries[state.known :])
         self._judge_damage(state.damaged)
         self._judge_writers(state.writing, now)
 
     # ------------------------------------------------------------------ journal entries
+
+    def _judge_entries(self, entries: Sequence[dict[str, Any]]) -> None:
+        for entry in entries:
+            if entry["kind"] == "checkpoint":
+                self._judge_save(entry)
+            elif self.is_mine(entry):
+                self._judge_failure(entry)
 
     def _judge_failure(self, entry: dict[str, Any]) -> None:
         if entry["kind"] == "checkpoint-missing":

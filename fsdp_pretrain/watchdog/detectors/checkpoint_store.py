@@ -18,6 +18,7 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
+from .judged import Judged
 from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
 
 _ENTRIES = 40
@@ -40,19 +41,23 @@ class StoreState:
     prunable: SpaceNeeded  # space that can be freed for another checkpoint
     entries: list[dict[str, Any]]  # journal entries since the last look
     offset: int  # byte offset in the journal after these entries
+    known: int = 0  # how many of these entries an earlier agent of this start has judged
 
 
-def look(run: RunDir, offset: int) -> StoreState:
-    """Read the store of a run, and its journal from byte `offset` on."""
+def look(run: RunDir, offset: int, judged: int = 0) -> StoreState:
+    """Read the store of a run, and its journal from byte `offset` on; up to `judged` it is known."""
     store = Store(run.checkpoints)
     checkpoints = store.scan()
     whole = [item for item in checkpoints if item.problem is None]
     proved = [item for item in whole if item.verified]
-    entries = []
+    entries, known = [], 0
     for entry, behind in journal.entries(run.journal, offset):
         offset = behind
         if entry["kind"] in _KINDS and journal.is_whole(entry):
             entries.append(entry)
+            known += offset <= judged
+    settings = [entry for entry in entries[:-_ENTRIES] if entry["kind"] in _SETTINGS]
+    last = entries[-_ENTRIES:]
     return StoreState(
         names=[item.path.name for item in checkpoints],
         # a checkpoint loses its name before it is deleted
@@ -62,8 +67,9 @@ def look(run: RunDir, offset: int) -> StoreState:
         writing=attempts(store.directory),
         room=Room.of(store.directory),
         prunable=prunable(checkpoints),
-        entries=[entry for entry in entries[:-_ENTRIES] if entry["kind"] in _SETTINGS] + entries[-_ENTRIES:],
+        entries=settings + last,
         offset=offset,
+        known=len(settings) + max(0, known - len(entries) + len(last)),  # settings open nothing
     )
 
 
@@ -93,12 +99,18 @@ class StoreDetector(Detector):
 
 
 class StoreWatch(Detector):
-    """Reads the store of a run regularly for `judges`, more often during a save. Reads back one file every hour."""
+    """Reads the store of a run regularly for `judges`, more often during a save. Reads back one file every hour.
 
-    def __init__(self, alarms: AlarmSink, run: RunDir, judges: Sequence[StoreDetector]) -> None:
+    `judged`: how far the journal was judged; kept up to date.
+    """
+
+    def __init__(
+        self, alarms: AlarmSink, run: RunDir, judges: Sequence[StoreDetector], judged: Judged | None = None
+    ) -> None:
         super().__init__(alarms)
         self._run, self._judges, self._decayed = run, judges, dict[str, str]()
-        self._probe = PeriodicProbe(partial(look, run, 0))
+        self._judged = judged or Judged(0)
+        self._probe = PeriodicProbe(partial(look, run, 0, self._judged.journal))
         self._audit = PeriodicProbe(partial(verify_one_file, run.checkpoints), AUDIT_SECONDS, AUDIT_DEADLINE)
 
     def tick(self, now: float) -> None:
@@ -109,6 +121,7 @@ class StoreWatch(Detector):
             self._decayed = {name: why for name, why in self._decayed.items() if name in state.names}
             for judge in self._judges:
                 judge.judge(replace(state, damaged=state.damaged | self._decayed), now)
+            self._judged.journal = state.offset
         if decayed := self._audit.result(now):
             self._decayed |= decayed
             self._probe.due = 0.0

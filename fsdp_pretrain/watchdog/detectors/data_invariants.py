@@ -64,6 +64,11 @@ class DataInvariantDetector(Detector):
         self._stretches = self._quarantined = 0
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
+    def learn(self, record: StepRecord) -> None:
+        """Learn from a record that was judged: the one before it is not looked for, which would take long."""
+        self.last = self.last or record
+        super().learn(record)
+
     def step(self, record: StepRecord) -> None:
         """Judge a record, and compare it with earlier ones."""
         last = self._before(record.step - 1) if self.last is None else self.last
