@@ -284,7 +284,7 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/avoid_hosts").write_text("bad1.cluster.local\ngone.cluster.local\nbad2\n")
+    (tmp_path / "run/avoid_hosts").write_text("bad1.cluster.local\ngone.cluster.local\nbad2")
     fakes = {
         "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/started; exit {code} ;; esac',
         "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
