@@ -189,7 +189,7 @@ def test_a_resume_opens_no_pickle(copy: Path, marker: Path, module_lab: Any, lab
 
 
 def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path, run_command: Run) -> None:
-    """They are programs, so the configuration of a checkpoint cannot choose them."""
+    """They are programs, so the configuration of a run or a checkpoint cannot choose them."""
     tasks = copy / "tasks"
     tasks.mkdir()
     (tasks / "evil.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\nload = None\n")
@@ -202,6 +202,7 @@ def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path
         (folder / "config.toml").write_text(tomli_w.dumps(config) + text)
 
     path = commit_again(copy, 8, add)
+    add(copy)  # the run, which the checkpoint was copied with
     assert f"--include {tasks}" in run_command("fsdp_pretrain.eval.cli", "run", path, expect=78).stderr
     assert not marker.exists()
     run_command("fsdp_pretrain.eval.cli", "run", path, "--include", tasks)

@@ -49,8 +49,6 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     optimizer, model = config.optimizer, config.model
     if optimizer.curve == "constant":
         yield from ((f"optimizer.{key}", "with optimizer.curve = constant") for key in ("min_lr", "decay"))
-    if optimizer.curve != "wsd":
-        yield "optimizer.decay_shape", f"with optimizer.curve = {optimizer.curve}"
     if optimizer.kind == "adamw" and all(group.kind in (None, "adamw") for group in optimizer.groups):
         yield from ((f"optimizer.{key}", "with optimizer.kind = adamw") for key in ("momentum", "update_scale"))
     if config.eval.every is None:
