@@ -326,6 +326,22 @@ def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None
     assert found.interval_steps == round(wanted / 88.0) == 34
 
 
+def test_a_rollback_behind_a_start_that_was_refused_ends_the_one_before(tmp_path: Path) -> None:
+    """The operator tries the old command with another rate, and goes back when it is refused."""
+    script = Script(tmp_path)
+    script.start()
+    script.train(20)
+    script.stop()
+    script.start()
+    script.fail(78)
+    script.roll_back(10)
+    script.start()
+    script.train(5)
+    found = goodput(script.run)
+    assert found is not None
+    assert [(each.kind, each.segment, each.step) for each in found.incidents] == [("rollback", 1, 20)]
+
+
 @pytest.mark.quick
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))

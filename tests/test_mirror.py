@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -116,6 +117,45 @@ def carried(tmp_path: Path) -> Iterator[Carried]:
     made = Carried(tmp_path)
     yield made.begin()
     run_id.unbind(made.run.path)
+
+
+def test_the_record_does_not_wait_for_checkpoints(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may take hours, or fail each time."""
+    carried.save(10)
+    worker, clock, order = carried.uploader(), [0.0], list[str]()
+    put, fails = worker._mirror.put, True
+
+    def slow(name: str, *content: Any) -> None:
+        if name.startswith("checkpoints/"):
+            if fails:
+                raise OSError(errno.EFBIG, "too large for this storage")
+            clock[0] += 400.0
+            journal.add(carried.run, "note", "training goes on")
+        order.append(name.partition("/")[0])
+        put(name, *content)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(worker._mirror, "put", slow)
+    for _ in range(2):
+        with pytest.raises(OSError, match="too large"):
+            worker.work(finish=False)
+    assert order == ["record"] and not carried.whole()
+    fails = False
+    carried.copy(worker)
+    assert carried.whole() == [10] and "record" in order[1 : len(order) - order[::-1].index("checkpoints")]
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "segments"])
+def test_an_empty_folder_is_no_run(carried: Carried, folder: str) -> None:
+    """As the place where other storage is mounted, when the run directory was lost."""
+    carried.save(10)
+    carried.copy()
+    carried.lose()
+    (carried.run.path / folder).mkdir(parents=True)
+    with pytest.raises(MirrorError, match=r"is empty, and its mirror .* holds"):
+        carried.look()
+    carried.restore()
+    assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10] and len(carried.run.segments) == 1
 
 
 def test_a_run_is_carried_out_and_back(carried: Carried) -> None:

@@ -8,25 +8,28 @@ import re
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 from machines import tmpfs
 from records import step_record
 from released import unpack
 from torch import distributed as dist
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.errors import Exit, PeerLostError, RunGoneError, StorageError
+from fsdp_pretrain.cli.control import running_job
+from fsdp_pretrain.errors import Exit, PeerLostError, RunGoneError, StorageError, UserError
 from fsdp_pretrain.job.exit_status import record_end
 from fsdp_pretrain.run import exit_intent, journal, lineage, lock, run_id, state_files
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT
-from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
+from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file, stamp
 from fsdp_pretrain.run.journal import Journal, entries
 from fsdp_pretrain.run.lock import Lease
-from fsdp_pretrain.run.metrics import find_step, read_metrics
+from fsdp_pretrain.run.metrics import find_step, left_behind, read_metrics
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.run.run_id import LauncherMemory
@@ -336,6 +339,35 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     report = inspect(run)
     assert report.level == level, render(report)
     assert text in render(report)
+
+
+@pytest.mark.parametrize(("state", "level"), [("starting", WARN), ("saving", WARN), ("running", ALERT)])
+def test_a_job_that_holds_its_run_is_running_however_long_a_save_takes(tmp_path: Path, state: str, level: int) -> None:
+    """Nothing writes the status during a whole save, or while it loads; it can still be asked."""
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.step(step_record(2), target=10)
+    record.status(force=True, state=state)
+    late = {"state": state, "heartbeat": stamp(time.time() - 900), "host": "another"}
+    state_files.write(run.status, {**json.loads(run.status.read_text()), **late})
+    assert not inspect(run).running and inspect(run).level == ALERT
+    with lock.hold(run, lock.TRAINING):
+        report = inspect(run)
+        assert report.running and report.level == level and "no heartbeat for 15m" in render(report)
+        assert running_job(run).running
+    with pytest.raises(UserError, match="is running"):
+        running_job(run)
+
+
+def test_steps_left_behind_are_those_of_the_line_that_a_start_without_steps_continues(tmp_path: Path) -> None:
+    """As after second thoughts: back to step 10, then at once to step 4."""
+    run = RunDir(tmp_path)
+    for number, (kind, step) in enumerate([("start", 0), ("rollback", 10)], 1):
+        run.segment(number).mkdir(parents=True)
+        lineage.record(run.segment(number), parent=number - 1 or None, step=step, kind=kind)
+    lines = [json.dumps(records.metric(step)) for step in range(1, 21)]
+    (run.segment(1) / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert left_behind(run, 4, tokens=0).steps == 6 and left_behind(run, 10, tokens=0).steps == 0
 
 
 def test_a_job_in_another_container_of_this_host_runs(tmp_path: Path) -> None:

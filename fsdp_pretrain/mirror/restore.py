@@ -185,7 +185,7 @@ def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restor
     """
     run = RunDir(config.run.dir)
     interrupted = run_id.read(run.path) is None and (run.path / RESTORING).is_dir()
-    empty = interrupted or (run_id.read(run.path) is None and not run.begun)
+    empty = interrupted or (run_id.read(run.path) is None and not _holds_anything(run))
     if config.checkpoint.mirror is None:
         if restore or interrupted:
             raise _nothing_to_restore(run, "checkpoint.mirror is not set")
@@ -219,6 +219,12 @@ def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restor
         remedy="if the run directory should hold the run, check that its file system is mounted; otherwise the same "
         "command with --from-mirror restores it. For a new run, give it another run.name",
     )
+
+
+def _holds_anything(run: RunDir) -> bool:
+    """Whether a directory has a start or a checkpoint of some run. Its folders may be mounts, and empty."""
+    folders = (run.path / "segments", run.checkpoints)
+    return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
 
 
 def refuse_another(run: RunDir, state: MirrorState, url: Url) -> None:

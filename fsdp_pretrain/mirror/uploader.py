@@ -93,15 +93,13 @@ class Uploader:
         self.report(newest=newest, copying=copying)
         if waiting:
             try:
+                self._push_record_if_due(state)  # it does not wait for checkpoints, which may take hours, or fail
                 self._upload(waiting[0], state)
             except (UserError, OSError):
                 if (waiting[0].path / MANIFEST).exists():  # otherwise retention has deleted it
                     raise
             return 0.0
-        begun = time.monotonic()
         self._push_record(state)
-        took = time.monotonic() - begun  # grows with the length of the run
-        self._record_due = begun + max(_RECORD_SECONDS, 10 * took)
         self._mirrored = local
         return None if finish else _LOOK_SECONDS
 
@@ -120,9 +118,17 @@ class Uploader:
             )
 
     def _push_record(self, state: MirrorState) -> None:
+        begun = time.monotonic()
         self._record_versions = push_record(
             self._run, self._mirror, self._id, state.records, self._record_versions, self._known_records
         )
+        took = time.monotonic() - begun  # grows with the length of the run
+        self._record_due = begun + max(_RECORD_SECONDS, 10 * took)
+
+    def _push_record_if_due(self, state: MirrorState | None = None) -> None:
+        """Copy the record if its time has come. `state`: of the mirror, if it was just looked at."""
+        if time.monotonic() >= self._record_due:
+            self._push_record(state or self._mirror.look())
 
     def report(self, **values: object) -> None:
         """Change the report, and write it if it is new."""
@@ -165,7 +171,8 @@ class Uploader:
         files = state_files.parse(raw, CheckpointManifest).files
         try:
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(send, files))
+                for _ in pool.map(send, files):
+                    self._push_record_if_due()
         except CheckpointError as error:
             self._given_up.add(raw)
             self._journal.write("mirror-missed", f"{self._mirror.url} will not get it: {error.cause}", step=item.step)

@@ -72,8 +72,8 @@ def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--from-mirror",
         action="store_true",
-        help="restore what the run directory lacks, or all of it, from checkpoint.mirror: the record and the newest "
-        "valid checkpoint; no effect if it lacks nothing, or on restarts after a start that trained",
+        help="restore an empty run directory from checkpoint.mirror: the record and the newest valid checkpoint; no "
+        "effect if it holds the run, refused if the mirror has more than it",
     )
     parser.add_argument(
         "--allow",

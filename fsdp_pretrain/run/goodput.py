@@ -172,7 +172,8 @@ def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_]) -> None:
 
 def _judge(history: StartHistory, start: Start, after: Start | None) -> Interruption | None:
     """The incident that ended a start, if any. A start without steps belongs to the preceding incident."""
-    until = math.inf if after is None else after.segment
+    trained = (each.segment for each in history.starts if each.segment > start.segment and each.steps.count)
+    until = next(trained, math.inf)
     rollbacks = [n for n in history.nodes if n.kind == "rollback" and start.segment < n.segment < until]
     unplanned = not start.clean and (after is not None or start.closed)
     if not start.steps.count or not (rollbacks or unplanned):

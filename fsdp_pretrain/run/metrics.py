@@ -65,9 +65,12 @@ def read_metrics(run: RunDir) -> Iterator[StepRecord]:
 
 
 def left_behind(run: RunDir, step: int, tokens: int) -> LostSteps:
-    """The training of the newest segment after a step; `tokens` is the token count at that step."""
-    head = max((node.segment for node in lineage.nodes(run)), default=None)
-    newest = [] if head is None else last_records(run.segment(head), 1 << 16)
+    """The training of the newest segment, or if it has none, of the line it continues, after a step; `tokens` is the
+    token count at that step."""
+    head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
+    newest = [] if head is None else last_records(run.segment(head.segment), 1 << 16)
+    if head is not None and not newest:
+        newest = last_metrics(run, head.step, 1)
     if not newest or newest[-1].step <= step:
         return LostSteps(0, 0)
     return LostSteps(newest[-1].step - step, newest[-1].tokens - tokens)

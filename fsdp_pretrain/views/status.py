@@ -168,8 +168,9 @@ def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
     if (held := status.paused) is not None:
         since = f"paused for {human_time(age(held.since))}, since {held.since[:19].replace('T', ' ')}, by {held.by}"
         report.problems.append((WARN, since + (f": {held.reason}" if held.reason else "")))
-    if silent > allowed:
-        report.problems.append((WARN, f"no heartbeat for {human_time(silent)}"))
+    if silent > allowed:  # long while it loads or saves
+        works = status.state in ("starting", "saving") or silent <= 3 * allowed
+        report.problems.append((WARN if works else ALERT, f"no heartbeat for {human_time(silent)}"))
 
 
 def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple[int, str] | None:
@@ -180,7 +181,8 @@ def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple
     gone = run.fetched is None and status.host == socket.gethostname() and process_start(status.pid or -1) is None
     if (gone and not is_held(run)) or holder_died(run):  # in another container of this host it may well be alive
         return ALERT, f"its process {status.pid} exited without reporting a reason"
-    if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
+    alive = run.fetched is None and status.paused is None and is_held(run)  # its lock is renewed beside long work
+    if not alive and silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
         return ALERT, f"no heartbeat for {human_time(silent)}"
     return None
 

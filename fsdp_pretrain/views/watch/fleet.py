@@ -30,7 +30,7 @@ def find_runs(directory: Path) -> Iterator[RunDir]:
     """The runs in a directory and below, without unfinished forks; neither run directories nor links are searched
     further."""
     for folder, below, files in os.walk(directory):
-        if "segments" in below or "status.json" in files:
+        if {"segments", "checkpoints"}.intersection(below) or "status.json" in files:
             yield RunDir(Path(folder))
             below.clear()
         deep = len(Path(folder).relative_to(directory).parts) >= _DEPTH
