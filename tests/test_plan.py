@@ -309,6 +309,15 @@ def test_permanent_checkpoints_need_space(lab: Any, every: int, keep: str, kept:
     assert made.checkpoints_kept == kept and made.disk_bytes == kept * made.checkpoint_bytes
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("every", "keep", "kept"), [(2, "[]", 4 + 6), (6, "[]", 4 + 3), (6, "'6 steps'", 4 + 3)])
+def test_checkpoints_that_wait_for_an_evaluation_need_space(lab: Any, every: int, keep: str, kept: int) -> None:
+    """Of 20 steps: three that wait, and three given up, unless there are fewer or they are kept anyway."""
+    keys = ["checkpoint.every=1 steps", f"checkpoint.keep_every={keep}", "checkpoint.keep_last=3"]
+    made = plan.plan(load(lab.config(), [*keys, f"eval.every={every} steps", "eval.tasks=['arc_easy']"]))
+    assert made.checkpoints_kept == kept
+
+
 def test_a_run_whose_batch_was_changed_is_planned_in_its_steps(lab: Any, run_command: Run) -> None:
     """10 steps of 8 samples, and the rest of its 320 in 15 of 16."""
     entry = {"at": "200 samples", "optimizer": {"lr": 2e-3}}

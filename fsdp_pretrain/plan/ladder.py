@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdp_pretrain import models
+from fsdp_pretrain.config import world_sizes
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config, parse
 from fsdp_pretrain.config.model import AnyModel
@@ -43,7 +44,8 @@ _ALPHAS, _DRAWS = np.geomspace(0.02, 2.0, 200), 1000
 
 @dataclass(frozen=True)
 class Rung:
-    """A run of a ladder, or its target; `size` is N, `batch` in samples, `flops` model FLOPs."""
+    """A run of a ladder, or its target; `size` is N, `batch` in samples, `flops` model FLOPs, `ranks` its most up
+    to 8."""
 
     name: str
     size: int
@@ -52,6 +54,7 @@ class Rung:
     batch: int
     lr: float
     flops: float
+    ranks: int
 
 
 def size_of(model: AnyModel) -> int:
@@ -149,15 +152,16 @@ def rung(config: Config) -> Rung:
     schedule, parameters = config.schedule, models.build(config.model).count_parameters()
     tokens, flops = schedule.tokens(schedule.total), run_flops(config, parameters)
     name, size = config.run.dir.name, size_of(config.model)
-    return Rung(name, size, parameters, tokens, schedule.batch.full, config.optimizer.lr, flops)
+    ranks = max((each for each in world_sizes.feasible(config) if each <= 8), default=0)
+    return Rung(name, size, parameters, tokens, schedule.batch.full, config.optimizer.lr, flops, ranks)
 
 
 def render(runs: Sequence[Rung], target: Rung) -> str:
     """The ladder and its target as a table, with what they cost."""
-    lines = [f"  {'run':20} in blocks      all   tokens  batch      lr      FLOPs"]
+    lines = [f"  {'run':20} in blocks      all   tokens  batch      lr      FLOPs  ranks to 8"]
     for each in [*runs, target]:
         counts = "".join(f" {human_count(count):>8}" for count in (each.size, each.parameters, each.tokens))
-        lines.append(f"  {each.name:20} {counts} {each.batch:6_} {each.lr:9g} {each.flops:10.3g}")
+        lines.append(f"  {each.name:20} {counts} {each.batch:6_} {each.lr:9g} {each.flops:10.3g} {each.ranks:11}")
     total = sum(each.flops for each in runs)
     return "\n".join(
         [*lines, f"  {len(runs)} small runs: {total:.3g} FLOPs, {total / target.flops:.2%} of the target's"]

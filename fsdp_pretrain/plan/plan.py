@@ -172,12 +172,18 @@ def plan(
 
 
 def _most_kept(config: Config) -> int:
-    """How many checkpoints there are at most at a time, one of them being written; about so many if the batch grows."""
+    """How many checkpoints there are at most at a time, one of them being written; about so many if the batch grows.
+
+    With evaluations, retention also keeps the oldest few that wait, and the oldest few given up. Those of `eval.merge`
+    are not counted.
+    """
     checkpoint, changed = config.checkpoint, [entry.checkpoint.every for entry in config.timeline]
     permanent = _completed(config, checkpoint.kept_intervals)
     merged = None if config.eval.merge is None else config.eval.merge.every
     all_ = _completed(config, [checkpoint.every, *changed, *checkpoint.kept_intervals, config.eval.every, merged])
-    return min(checkpoint.keep_last + 1 + len(permanent), len(all_ | {config.schedule.steps}))
+    last = {config.schedule.steps}
+    evaluated = min(2 * checkpoint.keep_last, len(_completed(config, [config.eval.every]) - permanent - last))
+    return min(checkpoint.keep_last + 1 + len(permanent) + evaluated, len(all_ | last))
 
 
 def _completed(config: Config, intervals: Iterable[Progress | None]) -> set[int]:
@@ -283,7 +289,7 @@ def render(plan: Plan) -> str:
         f"  batch       {_range(plan.global_batches)} samples",
         f"  ranks       feasible: {world_sizes.shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
-        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
+        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept, for evaluations too, or in writing)",
     ]
     if len(plan.sequence_lengths) > 1:
         lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
