@@ -87,7 +87,7 @@ class Cluster:
         hosts = [f"10.78.0.{number} {name}\n" for name, number in names.items()]
         (base / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
         (base / "gres.conf").write_text(f"Name=gpu File={base}/gpu[1-8]\n")
-        node = "NodeName={} NodeAddr=10.78.0.{} CPUs=64 RealMemory=1000 Gres=gpu:8\n"
+        node = "NodeName={} NodeAddr=10.78.0.{} CPUs=64 RealMemory=100000 Gres=gpu:8\n"
         lines = [node.format(name, number) for name, number in names.items() if name != "head"]
         (base / "slurm.conf").write_text(_CONFIG.format(base=base) + "".join(lines))
         namespaces = "--mount --uts --net --pid --fork --kill-child --mount-proc".split()
