@@ -491,7 +491,8 @@ def test_preflight(lab: Any, run_command: Any, small_disk: Any) -> None:
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     assert f"cannot write to {run}: Read-only file system" in refused(78)
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    assert "shows no GPU" in refused(78, "--nproc-per-node", "gpu", CUDA_VISIBLE_DEVICES="")
+    text = refused(78, "--nproc-per-node", "gpu", CUDA_VISIBLE_DEVICES="")
+    assert "shows no GPU" in text and "AMD" in text
     lab.train(config, f"run.dir={run}")
     (run / "checkpoints/hog").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096 - 20_000))
     assert "the next checkpoint does not fit: needs " in refused(78, *())

@@ -64,7 +64,8 @@ def check_devices(nproc: str) -> None:
     if nproc == "gpu" and not gpus:
         raise ConfigError(
             f"{socket.gethostname()} shows no GPU",
-            remedy="check the driver and CUDA_VISIBLE_DEVICES; on CPU say how many ranks: --nproc-per-node 4",
+            remedy="check the driver and CUDA_VISIBLE_DEVICES; on CPU, AMD and WSL2, whose GPUs it cannot count, say "
+            "how many ranks: --nproc-per-node 4",
         )
     if gpus and nproc.isdecimal() and int(nproc) > gpus:
         raise ConfigError(
