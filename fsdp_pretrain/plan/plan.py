@@ -289,7 +289,7 @@ def render(plan: Plan) -> str:
         f"  batch       {_range(plan.global_batches)} samples",
         f"  ranks       feasible: {world_sizes.shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
-        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept, for evaluations too, or in writing)",
+        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept, evaluations included, or written)",
     ]
     if len(plan.sequence_lengths) > 1:
         lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
