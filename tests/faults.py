@@ -73,6 +73,10 @@ def die(fault: dict[str, Any]) -> None:
     os.kill(os.getpid(), fault.get("signal", signal.SIGKILL))
 
 
+def fail(fault: dict[str, Any]) -> None:
+    raise MemoryError("of this rank alone")
+
+
 def drag(fault: dict[str, Any]) -> None:
     """Make every block's forward pass `seconds` slower, from `from` to `until` if given."""
     from fsdp_pretrain.models.llama import LlamaBlock
@@ -161,7 +165,7 @@ def repeat(fault: dict[str, Any]) -> None:
 NUMERIC = (gradient, loss, nudge, repeat)
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
     function.__name__: function
-    for function in (hold, doze, wait, await_file, desync, die, drag, rewind, trust, *NUMERIC)
+    for function in (hold, doze, wait, await_file, desync, die, fail, drag, rewind, trust, *NUMERIC)
 }
 
 

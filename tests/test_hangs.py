@@ -147,6 +147,26 @@ def test_hangs_are_told_apart(
     assert helpers.intent(run)["code"] == 75 and helpers.intent(run)["verdict"] == verdict
 
 
+@pytest.mark.promise("hang-named")
+def test_an_error_that_a_rank_reported_outlives_the_death_of_its_peers(
+    lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that waits in NCCL handles no signal, and is killed."""
+    run = lab.path / "run"
+    reported = {"rank": 0, "step": 30, "kind": "await_file", "path": str(run / "segments/0001/exit_intent.json")}
+    faults = [reported, {"rank": 0, "step": 30, "kind": "die"}, {"rank": 1, "step": 30, "kind": "fail"}]
+    monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
+    monkeypatch.setenv("FAULT", json.dumps(faults))
+    job = lab.start(watched(watchdog=PATIENT), ranks=2)
+    assert job.wait() == [-signal.SIGKILL, 1]
+    until(lambda: not helpers.agents(run))
+    found = helpers.intent(run)
+    assert (found["code"], found["rank"], found["reason"]) == (1, 1, "MemoryError: of this rank alone")
+    assert not helpers.alarms(run, "rank-died")
+    (alarm,) = helpers.alarms(run, "ended")
+    assert "exit 1: rank 1: MemoryError: of this rank alone" in alarm["summary"]
+
+
 def snapshot(rank: int, host: str, **changes: Any) -> RankSnapshot:
     """Snapshot of a rank; unchanged, it waits in the operation in which all do."""
     known: dict[str, Any] = {

@@ -261,6 +261,18 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
     assert (intent["code"], intent["suspects"], intent["restart"]) == (75, [1], True)
 
 
+def test_an_error_of_a_rank_itself_is_replaced_only_by_broken_hardware(tmp_path: Path) -> None:
+    """The deaths that follow say nothing of it."""
+    run = RunDir(tmp_path)
+    segment = recorder(run).segment
+    exit_intent.write(run, segment, 1, "OutOfMemoryError", rank=3, own=True)
+    exit_intent.write(run, segment, 75, "rank 0 exited", is_cause=True, suspects=[0], unexplained=True)
+    exit_intent.write(run, segment, 75, "node-2 is lost", is_cause=True, suspects=[], lost=["node-2"])
+    assert exit_intent.read(segment).reason == "OutOfMemoryError"
+    exit_intent.write(run, segment, 76, "rank 0 exited", is_cause=True, suspects=[0], avoid_hosts=["node-1"])
+    assert exit_intent.read(segment).avoid_hosts == ["node-1"]
+
+
 def test_a_lost_node_is_the_cause_of_deaths_without_a_reason(tmp_path: Path) -> None:
     """NCCL aborts ranks that lost a peer; nothing else replaces the first death."""
     run = RunDir(tmp_path)
@@ -278,20 +290,26 @@ GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:4851: Co
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "said", "own"),
     [
         (
             RuntimeError(GLOO),
             "rank 3 lost the connection to another rank, at [10.0.0.7]:4851: Connection reset by peer",
+            False,
         ),
-        (dist.DistBackendError("remote process exited or there was a network error"), "rank 3 lost the connection"),
-        (RuntimeError("BrokenPipeError: [Errno 32] Broken pipe"), ""),
-        (dist.DistBackendError("ncclInvalidUsage"), ""),
+        (
+            dist.DistBackendError("remote process exited or there was a network error"),
+            "rank 3 lost the connection",
+            False,
+        ),
+        (RuntimeError("BrokenPipeError: [Errno 32] Broken pipe"), "", True),
+        (dist.DistBackendError("ncclInvalidUsage"), "", False),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms"), "", False),
     ],
-    ids=["gloo", "nccl", "a compile worker", "another error of NCCL"],
+    ids=["gloo", "nccl", "a compile worker", "another error of NCCL", "another error of gloo"],
 )
-def test_only_a_lost_peer_is_told_in_one_line(tmp_path: Path, error: RuntimeError, said: str) -> None:
-    """Any other error keeps its traceback."""
+def test_only_a_lost_peer_is_told_in_one_line(tmp_path: Path, error: RuntimeError, said: str, own: bool) -> None:
+    """Any other error keeps its traceback. It is the rank's own if it does not come from the connection to others."""
     run = RunDir(tmp_path)
     record = recorder(run)
 
@@ -303,6 +321,7 @@ def test_only_a_lost_peer_is_told_in_one_line(tmp_path: Path, error: RuntimeErro
     assert str(raised.value).startswith(said) and (said or raised.value is error)
     intent = json.loads((record.segment / EXIT_INTENT).read_text())
     assert (intent["code"], intent["rank"]) == (1, 3) and said in intent["reason"]
+    assert intent.get("own", False) is own
 
 
 def test_status_shows_the_newest_scores_of_the_kept_line(tmp_path: Path) -> None:

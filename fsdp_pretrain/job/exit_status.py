@@ -60,12 +60,19 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
             text = f"unexpected {shorten(reason, 160)}"
         avoid = error.avoid_hosts if isinstance(error, DeviceError) else ()
         facts: dict[str, Any] = {"rank": rank} | ({"avoid_hosts": list(avoid)} if avoid else {})
+        if code == Exit.UNEXPECTED and not isinstance(error, PeerLostError) and not _is_of_a_collective(error):
+            facts["own"] = True  # ranks that lose this one may die without Python: they do not replace its error
         exit_intent.write(run_dir, segment, code, reason, **facts)
         recorder.ended(text, code=code, refused=isinstance(error, UserError) and not isinstance(error, PeerLostError))
         recorder.status(force=True, **status.ended(code, reason))
         raise
     finally:
         recorder.close()
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes from the connection to other ranks."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 @contextmanager
@@ -75,7 +82,7 @@ def _naming_lost_peers(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        lost = _LOST.search(text) if isinstance(error, dist.DistError) or "gloo/transport" in text else None
+        lost = _LOST.search(text) if _is_of_a_collective(error) else None
         if lost is None:
             raise
         calls = [call.name for call in extract_tb(error.__traceback__) if call.filename.endswith(_COLLECTIVES)]

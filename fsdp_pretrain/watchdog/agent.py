@@ -274,7 +274,7 @@ class Agent:
         if self._leader is not None:
             self._run_detectors()
         intent = self._intent()
-        explained = intent is not None and intent.code != Exit.UNEXPECTED and not intent.unexplained
+        explained = intent is not None and not intent.is_effect and not intent.unexplained
         if (
             not lost
             or explained
@@ -302,9 +302,15 @@ class Agent:
         ]
 
     def _is_explained(self, rank: Rank) -> bool:
-        """Whether the run recorded why it ends (a failure that this death caused in another rank does not count)."""
+        """Whether the run recorded why it ends (a failure that this death caused in another rank does not count, nor
+        does an error of a rank while a host is known to be broken, which explains both)."""
         intent = self._intent()
-        return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
+        if intent is None or intent.rank == rank.number:
+            return intent is not None
+        return not intent.is_effect and not (intent.own and self._broken_hosts())
+
+    def _broken_hosts(self) -> list[str]:
+        return sorted(self._leader.broken_hosts()) if self._leader is not None else []
 
     def _check_launcher(self, died: list[Beat]) -> None:
         """End the ranks if their launcher is gone: the kernel kills all of them when torchrun is killed."""
@@ -318,7 +324,7 @@ class Agent:
         if self._ended or not died:
             return
         host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
-        broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+        broken = self._broken_hosts()
         code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
         facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {"unexplained": True})}
         self._write_intent(code, text, facts)

@@ -221,10 +221,11 @@ class Leader:
             return
         if intent is None or intent.code in (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
             return
+        who = f"rank {intent.rank}: " if intent.own else ""
         self.alarms.open(
             "ended",
             Severity.CRIT,
-            f"the run has ended with exit {intent.code}: {intent.reason}",
+            f"the run has ended with exit {intent.code}: {who}{intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
             step=self.at,
