@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,6 +206,82 @@ def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
             nvml.find_reader("nvml")
         else:
             raise ConfigError("nvidia-ml-py is there")
+
+
+class NvmlError(Exception):
+    """As the library's base of errors."""
+
+
+class NoPermissionError(NvmlError):
+    """As the library's error for a GPU that the control group withholds."""
+
+
+def library(registered: list[int], *, withheld: int | None) -> SimpleNamespace:
+    """In place of NVIDIA's library: four GPUs, `GPU-a0` to `GPU-d3`, of which one may be withheld and the last is lost."""
+
+    def handle(index: int) -> int:
+        if index == withheld:
+            raise NoPermissionError("Insufficient Permissions")
+        return index
+
+    def state(index: int) -> int:
+        if index == 3:
+            raise NvmlError("GPU is lost")
+        return 0
+
+    def nothing(*_: object) -> None:
+        raise NvmlError("Timeout")
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVMLError_NoPermission=NoPermissionError,
+        NVML_NVLINK_MAX_LINKS=0,
+        NVML_NVLINK_ERROR_DL_REPLAY=0,
+        NVML_NVLINK_ERROR_DL_RECOVERY=1,
+        NVML_FEATURE_ENABLED=1,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{'abcd'[index]}{index}",
+        nvmlDeviceGetName=lambda index: "a GPU",
+        nvmlDeviceGetPowerState=state,
+        nvmlEventSetCreate=lambda: "events",
+        nvmlDeviceRegisterEvents=lambda index, kind, events: registered.append(index),
+        nvmlEventSetWait_v2=nothing,
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "withheld", "watched"),
+    [
+        (None, None, [0, 1, 2, 3]),
+        (None, 1, [0, 2, 3]),
+        ("2,0", None, [0, 2]),
+        ("1", 0, [2]),
+        ("GPU-b,GPU-d3", None, [1, 3]),
+        ("GPU-x", None, [0, 1, 2, 3]),
+        ("7", None, [0, 1, 2, 3]),
+        ("MIG-GPU-b1/1/0", 1, [0, 2, 3]),
+        ("", None, []),
+    ],
+)
+@pytest.mark.promise("bad-hosts")
+def test_the_gpus_of_other_jobs_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, withheld: int | None, watched: list[int]
+) -> None:
+    """Whether a variable or a control group separates them; one of ours that is lost stays."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    registered = list[int]()
+    monkeypatch.setitem(sys.modules, "pynvml", library(registered, withheld=withheld))
+    states = nvml.Nvml().read_devices()
+    assert [state.index for state in states] == registered == watched
+    assert [state.index for state in states if state.lost] == [index for index in watched if index == 3]
 
 
 # ---------------------------------------------------------------------- the host

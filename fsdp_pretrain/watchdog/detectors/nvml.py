@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,50 @@ class Nvml:
     def __init__(self) -> None:
         self._nvml: Any = importlib.import_module("pynvml")  # optional, and without types
         self._nvml.nvmlInit()
+        self._watched = self._find_watched()
         self._events: Any = None
         with contextlib.suppress(self._nvml.NVMLError):  # not on every device, nor in every container
             events = self._nvml.nvmlEventSetCreate()
-            for index in range(self._nvml.nvmlDeviceGetCount()):
+            for index in self._watched:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
     def read_devices(self) -> list[DeviceState]:
         xids = self._take_xids()
-        return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
+        present = self._nvml.nvmlDeviceGetCount()
+        return [self._device(index, xids.get(index, [])) for index in self._watched if index < present]
+
+    def _find_watched(self) -> list[int]:
+        """The numbers of this job's GPUs: others of the host may belong to another job, whose broken GPU is not ours.
+
+        They are those that the container or control group permits, of which CUDA_VISIBLE_DEVICES names some by their
+        place or by the beginning of their UUID; it is not heeded if it names anything else, such as parts of GPUs.
+        """
+        permitted = [index for index in range(self._nvml.nvmlDeviceGetCount()) if self._ask_uuid(index) is not None]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            return permitted
+        watched = set[int]()
+        for name in {word.strip() for word in visible.split(",")} - {"", "-1"}:
+            if name.isdecimal():
+                found = permitted[int(name) : int(name) + 1]
+            else:
+                found = [i for i in permitted if name.startswith("GPU-") and (self._ask_uuid(i) or "").startswith(name)]
+            if len(found) != 1:
+                return permitted
+            watched.update(found)
+        return sorted(watched)
+
+    def _ask_uuid(self, index: int) -> str | None:
+        """The UUID of a GPU; empty if it does not answer, None if this process may not use it."""
+        try:
+            uuid = self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByIndex(index))
+        except self._nvml.NVMLError_NoPermission:
+            return None
+        except self._nvml.NVMLError:
+            return ""
+        return uuid if isinstance(uuid, str) else str(uuid.decode())
 
     def _take_xids(self) -> dict[int, list[int]]:
         xids: dict[int, list[int]] = {}
