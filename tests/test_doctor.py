@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_pretrain.launch import doctor
-from fsdp_pretrain.launch.doctor import pair_rounds
+from fsdp_pretrain.launch.doctor import RankFacts, pair_rounds
+from fsdp_pretrain.ranks import RankInfo
 
 SLOW = "import time, torch\nreal = {call}\ndef slow(*a, **k):\n    time.sleep(0.05)\n    return real(*a, **k)\n{call} = slow\n"
 WRONG = (
@@ -68,6 +70,17 @@ def test_the_bad_node_is_named(
     assert all(text in problems for text in named) and not any(text in problems for text in unnamed), problems
     assert len(found["ranks"]) == 4 and len(found["sums"]) == 6
     assert all(one["rate"] == pytest.approx(4 * 2**18 / one["seconds"]) for one in found["sums"])
+
+
+@pytest.mark.quick
+def test_a_pair_that_does_not_answer_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New groups do not inherit the timeout of the default group."""
+    given = list[Any]()
+    monkeypatch.setattr(doctor.dist, "new_group", lambda ranks, timeout=None: given.append(timeout))
+    monkeypatch.setattr(doctor, "_gather", lambda value: [(1.0, True)] * 2)
+    facts = [RankFacts(rank, rank, "host", "cpu", 1.0) for rank in range(2)]
+    doctor._sums(RankInfo(2, 3, 0, 1), torch.device("cpu"), facts)
+    assert given and set(given) == {doctor._TIMEOUT}
 
 
 @pytest.mark.slow

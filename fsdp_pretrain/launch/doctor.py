@@ -106,7 +106,7 @@ def _sums(info: RankInfo, device: torch.device, ranks: Sequence[RankFacts]) -> l
     sums = []
     for pairs in pair_rounds(sorted({rank.node for rank in ranks})):
         members = {pair: [rank.rank for rank in ranks if rank.node in pair] for pair in pairs}
-        groups = {pair: dist.new_group(pair_ranks) for pair, pair_ranks in members.items()}
+        groups = {pair: dist.new_group(pair_ranks, timeout=_TIMEOUT) for pair, pair_ranks in members.items()}
         mine = next((pair for pair, pair_ranks in members.items() if info.rank in pair_ranks), None)
         by_rank = _gather(None if mine is None else _sum(groups[mine], values))
         for pair, pair_ranks in members.items():
