@@ -8,6 +8,7 @@ import errno
 import itertools
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -342,3 +343,20 @@ def test_of_ranks_that_ended_together_the_cause_is_named(ends: dict[int, tuple[i
     for rank, (_, second) in ends.items():
         failures[rank].timestamp = second
     assert cause_of(ChildFailedError("train", failures))[0] == named
+
+
+@pytest.mark.parametrize("chosen", [None, "true"])
+def test_a_resume_on_another_mesh_does_not_warn_of_its_transfers(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """The variable is set before torch reads it, unless somebody has set it."""
+    name, seen = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", list[str | None]()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(master_port, "hold", lambda: None)
+    monkeypatch.setattr("fsdp_pretrain.processes.collect_seldom", lambda: None)
+    monkeypatch.setattr("fsdp_pretrain.processes.run_rank", lambda main: seen.append(os.environ.get(name)))
+    runpy.run_module("fsdp_pretrain.train.__main__", run_name="__main__")
+    assert seen == [chosen or "false"]
