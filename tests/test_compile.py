@@ -153,12 +153,11 @@ def test_a_graph_for_every_layer_is_no_reason_to_stop(lab: Any, monkeypatch: pyt
     """Torch ends the process where a code has more graphs than its limit, eight by default."""
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: plain(function, backend="eager", **how))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     shape = "family='glm', layers=10, hidden=48, heads=6, vocab=512, scores='layer_scaled', positions='rope'"
     config = load(
         lab.config(), [f"model={{{shape}}}", "parallel.compile=true", "data.stages=[{length=16, until='80 samples'}]"]
     )
-    with mesh.connect(ParallelSection()) as world:
+    with torch._dynamo.config.patch(recompile_limit=8), mesh.connect(ParallelSection()) as world:
         trainer = steps.build(config, world, Watched())
         trainer.step()
         assert [record.step for _, record in trainer.read(keep=0)] == [1]
