@@ -221,6 +221,7 @@ def test_between_two_starts(launch: Launch, lab: Any, helpers: Any, run_command:
     with hold(RunDir(job.run), "rollback"):
         time.sleep(20)
         assert segments(job) == 1 and job.process.poll() is None
+        assert job.output().count("launch: waiting for the end of what somebody does to the run") == 1
     helpers.wait_for(lambda: len(helpers.journal(job.run, "ready")) == 2, what="the second start")
     (job.run / "avoid_hosts").write_text(socket.gethostname() + "\n")
     job.ranks()[1].kill()

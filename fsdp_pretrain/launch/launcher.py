@@ -85,6 +85,8 @@ class Launcher:
                 return self._end(decision)
             self._report_restart(decision)
             self._wait_for(lambda: False, decision.pause, _POLL)
+            if self._is_held():
+                _say("waiting for the end of what somebody does to the run, such as a rollback")
             self._wait_for(lambda: not self._is_held(), math.inf, _POLL)
             if self._pending_signals:
                 name = signal.Signals(self._pending_signals[0]).name
