@@ -149,20 +149,19 @@ class EvaluationDetector(Detector):
             newest |= {verdict.probe: (result.step, verdict) for verdict in result.verdicts if verdict.ok is not None}
         bad = {f"evaluation-verdict/{probe}": item for probe, item in newest.items() if not item[1].ok}
         for key, (step, verdict) in bad.items():
-            merge = verdict.probe == "merge"
-            self.open(
-                key,
-                Severity.WARN if merge else Severity.CRIT,
-                f"{verdict.probe} of step {step}: {verdict.text}",
-                "training is not affected; only the scores of TASK@merge are missing"
-                if merge
-                else "what is trained now teaches the model the wrong thing; tokens are being wasted",
-                "nothing, if later merges leave that checkpoint out; else change eval.merge and start again"
-                if merge
-                else f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: "
-                "fsdp-data validate; then go back with fsdp-pretrain rollback",
-                facts={"evaluated": step},
+            severity, effect = (
+                Severity.CRIT,
+                "what is trained now teaches the model the wrong thing; tokens are being wasted",
             )
+            remedy = (
+                f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: fsdp-data "
+                "validate; then go back with fsdp-pretrain rollback"
+            )
+            if verdict.probe == "merge":  # see `fsdp_pretrain.eval.results.MERGE`
+                severity, effect = Severity.WARN, "training is not affected; only the scores of TASK@merge are missing"
+                remedy = "nothing, if later merges leave that checkpoint out; else change eval.merge and start again"
+            summary = f"{verdict.probe} of step {step}: {verdict.text}"
+            self.open(key, severity, summary, effect, remedy, facts={"evaluated": step})
         self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
 
     def _judge_scores(self, results: Sequence[_Results]) -> None:
