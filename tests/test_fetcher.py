@@ -54,6 +54,7 @@ class Node:
         *,
         name: str = "run",
         steps: int = 2600,
+        timeout: str = "60 s",
     ) -> None:
         self.run = path / name
         (self.run / "storage").mkdir(parents=True)
@@ -64,6 +65,7 @@ class Node:
             data={"sequence_length": LENGTH, "lanes": LANES, "cache": {"dir": str(cache), "size": size}},
             train={"duration": f"{steps} steps", "global_batch": f"{BATCH} samples"},
             checkpoint={"every": "500 steps"},
+            parallel={"timeout": timeout},
         )
         self.config = Config.model_validate(values)
         self.position, self.pages = Position(), path / f"{name}-pages"
@@ -117,7 +119,7 @@ def local(corpus: Path, steps: int) -> list[int]:
 @pytest.mark.promise("remote-corpora")
 def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """It needs no state, and not even the cache: the same samples as from files. It ends with its rank."""
-    node = nodes()
+    node = nodes(timeout="180 s")  # reads wait a third of it: 20 s are too short for a start on a busy machine
     found = node.train(200)
     killed = node.pid
     os.kill(killed, signal.SIGKILL)

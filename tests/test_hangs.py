@@ -38,6 +38,7 @@ def watched(lab: Any) -> Callable[..., Path]:
     def make(name: str = "run", **sections: dict[str, Any]) -> Path:
         sections.setdefault("train", {"duration": "4000 steps"})
         sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is unknown at first
+        sections.setdefault("parallel", {"timeout": "180 s"})  # the watchdog is first, also if it is delayed
         config: Path = lab.config(name, **{"watchdog": WATCHED, **sections})
         return config
 
