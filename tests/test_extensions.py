@@ -452,6 +452,25 @@ def test_an_observer_may_ask_for_a_stop(lab: Any, helpers: Any, packages: Path, 
     assert 3 < last < 9 and (lab.path / f"lion/checkpoints/step-{last:08}").exists()
 
 
+def test_an_observer_may_end_the_run_with_an_error(lab: Any, packages: Path, tmp_path: Path) -> None:
+    """With its cause, effect and remedy."""
+    folder = tmp_path / "failing"
+    shutil.copytree(packages, folder)
+    path = folder / "lion_lab/parts.py"
+    fails = """    def judge(self, record):
+        from fsdp_pretrain.train.observer import Verdict
+
+        verdict = Verdict()
+        if record.step == 4:
+            verdict.fail("no bin is filled", effect="nothing is learned", remedy="look at the bins")
+        return verdict
+
+    def measures("""
+    path.write_text(path.read_text().replace("    def measures(", fails))
+    output = lab.train(lion(lab), variables=found_in(folder), expect=93)
+    assert all(text in output for text in ("no bin is filled", "nothing is learned", "look at the bins"))
+
+
 def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(packages, folder)

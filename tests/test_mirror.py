@@ -158,6 +158,18 @@ def test_an_empty_folder_is_no_run(carried: Carried, folder: str) -> None:
     assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10] and len(carried.run.segments) == 1
 
 
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("entry", ["checkpoints/step-00000004", "segments/0001"])
+def test_nothing_is_restored_over_what_has_no_id(carried: Carried, entry: str, restore: bool) -> None:
+    """A part of a run directory that was copied by hand: whose it is, is not known."""
+    carried.save(10)
+    carried.copy()
+    carried.lose()
+    (carried.run.path / entry).mkdir(parents=True)
+    with pytest.raises(MirrorError, match="is the mirror of another run"):
+        carried.look(restore=restore)
+
+
 def test_a_run_is_carried_out_and_back(carried: Carried) -> None:
     carried.save(10)
     carried.save(20)

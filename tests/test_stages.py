@@ -120,6 +120,26 @@ def test_every_token_is_predicted_once_over_stages_sources_and_epochs(tmp_path: 
     assert min(plain.epochs_read(windows).values()) > 1.5
 
 
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+def test_a_sample_adds_its_length_to_the_epochs_of_its_source(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """To those of no other; a window as much as in a run without stages."""
+    sources = mixed(tmp_path, tokenizer)
+    plain, staged = (Packer(sources, 32, seed=3, lanes=3, stages=stages) for stages in (None, STAGES))
+    windows, read = 60, {"a": 0.0, "b": 0.0}
+    window_of = {name: plain.epochs_read(windows)[name] / count for name, count in sources_of(plain, windows).items()}
+    for sample in range(staged.pieces.first_sample(windows)):
+        assert staged.epochs_read(sample) == pytest.approx(read)
+        (source,) = {piece.source for piece in staged.provenance(sample)}
+        read[source] += window_of[source] * STAGES.length_at(sample) / 32
+    assert read == pytest.approx(plain.epochs_read(windows))
+
+
+def sources_of(packer: Packer, samples: int) -> Counter[str]:
+    """How many of the first samples are of each source."""
+    return Counter(packer.provenance(sample)[0].source for sample in range(samples))
+
+
 # ------------------------------------------------------------------ batches
 
 
