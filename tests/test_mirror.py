@@ -188,6 +188,7 @@ def test_a_run_is_carried_out_and_back(carried: Carried) -> None:
         assert refused.value.exit == Exit.NEEDS_PERSON and "step 20" in str(refused.value)
     assert not carried.run.path.exists()
     carried.restore()
+    assert "is not known" not in carried.messages("mirror-restored")[0]  # its place in the lineage
     after = carried.contents()
     assert after["journal.jsonl"].startswith(before.pop("journal.jsonl"))
     assert before.items() <= after.items()
