@@ -54,7 +54,7 @@ class Node:
         *,
         name: str = "run",
         steps: int = 2600,
-        timeout: str = "60 s",
+        **sections: dict[str, Any],
     ) -> None:
         self.run = path / name
         (self.run / "storage").mkdir(parents=True)
@@ -65,7 +65,7 @@ class Node:
             data={"sequence_length": LENGTH, "lanes": LANES, "cache": {"dir": str(cache), "size": size}},
             train={"duration": f"{steps} steps", "global_batch": f"{BATCH} samples"},
             checkpoint={"every": "500 steps"},
-            parallel={"timeout": timeout},
+            **sections,
         )
         self.config = Config.model_validate(values)
         self.position, self.pages = Position(), path / f"{name}-pages"
@@ -119,7 +119,8 @@ def local(corpus: Path, steps: int) -> list[int]:
 @pytest.mark.promise("remote-corpora")
 def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """It needs no state, and not even the cache: the same samples as from files. It ends with its rank."""
-    node = nodes(timeout="180 s")  # reads wait a third of it: 20 s are too short for a start on a busy machine
+    # Reads wait a third of the timeout: 20 s are too short for a start on a busy machine.
+    node = nodes(parallel={"timeout": "180 s"})
     found = node.train(200)
     killed = node.pid
     os.kill(killed, signal.SIGKILL)

@@ -38,7 +38,6 @@ def watched(lab: Any) -> Callable[..., Path]:
     def make(name: str = "run", **sections: dict[str, Any]) -> Path:
         sections.setdefault("train", {"duration": "4000 steps"})
         sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is unknown at first
-        sections.setdefault("parallel", {"timeout": "180 s"})  # the watchdog is first, also if it is delayed
         config: Path = lab.config(name, **{"watchdog": WATCHED, **sections})
         return config
 
@@ -340,7 +339,9 @@ def test_nothing_outlives_a_killed_torchrun(lab: Any, helpers: Any, watched: Cal
 def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Callable[..., Path]) -> None:
     """It was started, or delayed, until just before the hang, and has seen no step itself."""
     run = lab.path / "run"
-    job = lab.start(watched(watchdog={**WATCHED, "hang": {"soft": "2 s", "hard": "600 s"}}), ranks=2)
+    patient = {"timeout": "180 s"}  # the watchdog is first, although it was stopped
+    config = watched(watchdog={**WATCHED, "hang": {"soft": "2 s", "hard": "600 s"}}, parallel=patient)
+    job = lab.start(config, ranks=2)
     (agent,) = until(lambda: agents(run))
     os.kill(agent, signal.SIGSTOP)
     until(lambda: steps(run) > 10)

@@ -72,25 +72,22 @@ def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow) 
 @pytest.mark.shows("A7", "D14", "F12")
 @pytest.mark.slow
 def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow) -> None:
-    """All ranks slower: no alarm; then one more than the others: it alone, while it lasts.
-
-    A busy machine may hide a window of it; how soon is checked below, on given times.
-    """
+    """All ranks slower: no alarm; then one more than the others: it alone, within four windows."""
     window, ranks, guilty = 12, 4, 3
     faults = [
-        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.040},
-        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.008, "from": 49},
-        {"rank": guilty, "step": 0, "kind": "drag", "seconds": 0.048, "from": 97, "until": 181},
-    ]
+        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.080},
+        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.016, "from": 49},
+        {"rank": guilty, "step": 0, "kind": "drag", "seconds": 0.036, "from": 97, "until": 181},
+    ]  # windows of two seconds: the watchdog misses none, and what a busy machine adds is small beside them
     lab.train(slow(249, faults, window, model={"layers": 1}), ranks=ranks)
     reported = alarms_of(lab, helpers, "straggler")
     assert [(alarm["key"], alarm["state"]) for alarm in reported] == [
         (f"straggler/rank-{guilty}", "open"),
         (f"straggler/rank-{guilty}", "resolved"),
     ]
-    assert 8 < reported[0]["facts"]["window"] <= 15
-    # 48 ms on top of 48 ms, and of what the machine adds to all: on a busy one several times that
-    assert 0.10 <= reported[0]["facts"]["ratio"] < 48 / 48 + 0.03
+    assert 8 < reported[0]["facts"]["window"] <= 12
+    # 36 ms on top of 96 ms, and of what the machine adds to all
+    assert 0.10 <= reported[0]["facts"]["ratio"] < 36 / 96 + 0.03
     assert f"rank {guilty} ({HOST}) needs" in reported[0]["summary"] and reported[0]["severity"] == "CRIT"
 
 

@@ -44,8 +44,8 @@ _ALPHAS, _DRAWS = np.geomspace(0.02, 2.0, 200), 1000
 
 @dataclass(frozen=True)
 class Rung:
-    """A run of a ladder, or its target; `size` is N, `batch` in samples, `flops` model FLOPs, `ranks` its most up
-    to 8."""
+    """A run of a ladder, or its target; `size` is N, `batch` in samples, `flops` model FLOPs, `ranks` how many of 8 it
+    can be trained on, 0 if on none."""
 
     name: str
     size: int

@@ -149,16 +149,15 @@ class EvaluationDetector(Detector):
             newest |= {verdict.probe: (result.step, verdict) for verdict in result.verdicts if verdict.ok is not None}
         bad = {f"evaluation-verdict/{probe}": item for probe, item in newest.items() if not item[1].ok}
         for key, (step, verdict) in bad.items():
-            severity, effect = (
-                Severity.CRIT,
-                "what is trained now teaches the model the wrong thing; tokens are being wasted",
-            )
+            severity = Severity.CRIT
+            effect = "what is trained now teaches the model the wrong thing; tokens are being wasted"
             remedy = (
                 f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: fsdp-data "
                 "validate; then go back with fsdp-pretrain rollback"
             )
             if verdict.probe == "merge":  # see `fsdp_pretrain.eval.results.MERGE`
-                severity, effect = Severity.WARN, "training is not affected; only the scores of TASK@merge are missing"
+                severity = Severity.WARN
+                effect = "training is not affected; only the scores of TASK@merge are missing"
                 remedy = "nothing, if later merges leave that checkpoint out; else change eval.merge and start again"
             summary = f"{verdict.probe} of step {step}: {verdict.text}"
             self.open(key, severity, summary, effect, remedy, facts={"evaluated": step})
