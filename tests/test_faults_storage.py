@@ -42,14 +42,15 @@ def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1
 
 
 @pytest.mark.shows("F2")
-def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
+def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole, constants: Any) -> None:
     """In the middle of a shard. Training continues, one report, saved when there is space.
 
     What is left has room for some hundred records: where they filled it first, the alarm could not be written.
     """
     disk = small_disk("8m")
     watched.run = disk / "run"
-    watched.configure(watchdog={"act": False})  # on a busy machine, too many of these short intervals pass unsaved
+    constants("fsdp_pretrain.checkpoint.upcoming", _TOO_LATE=50)  # a busy test ends the fault after many intervals
+    watched.configure()
     job = watched.start(trap=at("__0_0.distcp", "fill", skip=1, hog=str(disk / "hog"), leave=500_000))
     alarm = watched.until("checkpoint-failed")
     assert alarm["severity"] == "CRIT" and alarm["step"] == 40
@@ -69,12 +70,13 @@ def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole
 
 @pytest.mark.shows("F21")
 @pytest.mark.slow
-def test_storage_that_fails_and_comes_back(watched: Watched, small_disk: Disk, whole: Whole) -> None:
+def test_storage_that_fails_and_comes_back(watched: Watched, small_disk: Disk, whole: Whole, constants: Any) -> None:
     """The read-only state after EIO: reported, training continues, and saves once it is repaired."""
     disk = small_disk("16m")
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(disk)
-    watched.configure(watchdog={"act": False})  # as above
+    constants("fsdp_pretrain.checkpoint.upcoming", _TOO_LATE=50)  # as above
+    watched.configure()
     job = watched.start()
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
