@@ -1,8 +1,9 @@
 """The agent: one small process per node beside the ranks, which sees what they cannot see themselves.
 
 A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
-Once a second it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as the
-last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to it.
+Every two seconds it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as
+the last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to
+it.
 """
 
 from __future__ import annotations
