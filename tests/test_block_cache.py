@@ -80,6 +80,19 @@ def test_the_block_table_says_where_blocks_lie(tmp_path: Path, tokenizer: Tokeni
         assert found.path(number).read_bytes() == b"".join(expected)
 
 
+def test_pointers_between_two_tokens_are_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Those of some documents moved by a byte: their distances are still their lengths."""
+    prefix = read_manifest(build(tmp_path / "corpus", tokenizer)).shards[0].prefix(tmp_path / "corpus")
+    shard = Shard(prefix)
+    assert list(shard.rows(0, 3).pointers) == list(shard.pointers[:3])
+    content = bytearray(shard.index_path.read_bytes())
+    pointers = np.frombuffer(content, "<i8", 4, shard.lengths_at(shard.documents))
+    pointers += 1
+    shard.index_path.write_bytes(content)
+    with pytest.raises(DataError, match="is damaged: document 0 does not fit"):
+        Shard(prefix).rows(0, 3)
+
+
 PACKERS: dict[str, dict[str, Any]] = {
     "sources": {"kinds": ("plain", "empty", "trailing", "leading", "wide")},
     "reshuffled": {"kinds": ("plain", "wide"), "reshuffle": [50, 120]},

@@ -26,6 +26,7 @@ from processes import DATA, Run
 from sight import PATIENCE
 from test_import import carry, documents, megatron
 
+from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.manifest import read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard
@@ -383,6 +384,18 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
     run_command(DATA, "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", expect=0)
     assert not set(tokenizer.specials) & {token for ids in tokens_of(tmp_path / "out") for token in ids}
     run_command(DATA, "validate", tmp_path / "out", expect=0)
+
+
+def test_a_sentencepiece_model_is_exported_as_tokenizer_json_that_encodes_alike(
+    shared_corpus: Path, sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer as Model
+
+    ours = Tokenizer.load(sentencepiece_model)
+    assert "converted" in export_tokenizer(ours, tmp_path, sequence_length=32)
+    theirs = Model.from_file(str(tmp_path / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open()]
+    assert [theirs.encode(text, add_special_tokens=False).ids for text in texts] == ours.encode(texts)
 
 
 def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:

@@ -180,6 +180,13 @@ def test_verdicts(
     assert verdict is not None and verdict.ok is ok, verdict
 
 
+def test_doubled_separators_are_told_from_a_single_document(subject: Subject) -> None:
+    """Which gives no standard error."""
+    model = Table(subject.source.tokenizer.eod, 7, second=0.5, end=0.3, inside=RATE)
+    probed = separator_probe(replace(subject, model=model, documents=[[*subject.documents[0][:-1], 7]]))
+    assert "second_stderr" not in probed.scores and probed.verdict.ok is False
+
+
 @pytest.mark.parametrize("objective", [CausalObjective(), GLMObjective(kind="glm", row=64)])
 def test_a_model_that_computes_nan_has_scores_that_are_none_and_no_verdict(
     subject: Subject, objective: AnyObjective

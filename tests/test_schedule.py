@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.piecewise import Piecewise
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick
@@ -90,6 +91,17 @@ def test_curves_begin_and_end_where_they_should(curve: str) -> None:
         assert schedule.lr_at(220) == pytest.approx(0.55)
     if curve == "cosine":
         assert schedule.lr_at(130) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)))
+
+
+@pytest.mark.parametrize(
+    ("whole", "more"), [("100 steps", "101 steps"), ("400 samples", "401 samples"), ("6400 tokens", "6401 tokens")]
+)
+def test_a_decay_may_last_as_long_as_the_run_but_not_longer(whole: str, more: str) -> None:
+    shape = "train.duration=100 steps", "train.global_batch=4 samples", "data.sequence_length=16"
+    values = *shape, "optimizer.warmup=0 steps", "optimizer.curve=wsd"
+    assert load(RECIPE, [*values, f"optimizer.decay_length={whole}"]).schedule.decay_start == 0
+    with pytest.raises(ConfigError, match=r"decay_length = .* begins within the warm-up"):
+        load(RECIPE, [*values, f"optimizer.decay_length={more}"])
 
 
 def test_intervals_fire_once_in_every_unit() -> None:

@@ -45,6 +45,24 @@ def test_every_dtype_and_shape_is_read_as_torch_reads_it(dtype: str, shape: tupl
     assert read.dtype == tensor.dtype and torch.equal(read, tensor)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("storages", "how"),
+    [([8, 8], zipfile.ZIP_STORED), ([12], zipfile.ZIP_STORED), ([16], zipfile.ZIP_DEFLATED)],
+)
+def test_a_chunk_that_torch_did_not_write_so_is_refused(storages: list[int], how: int) -> None:
+    """Two storages of the right sum, one of another size, a compressed one."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", how) as archive:
+        for number, size in enumerate(storages):
+            archive.writestr(f"archive/data/{number}", bytes(size))
+    content = file.getvalue()
+    chunk = Chunk(first=0, rows=4, file="__0_0.distcp", start=0, length=len(content))
+    stored = StoredTensor(dtype="float32", shape=(4,), chunks=[chunk])
+    with pytest.raises(ValueError, match=rf"has {sum(storages)} bytes where \(4,\) torch.float32 has 16"):
+        parse_chunk(read_archive(io.BytesIO(content), len(content)), stored, chunk)
+
+
 # ---------------------------------------------------------------------- pickles are not opened, other things refused
 
 
