@@ -137,12 +137,13 @@ def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
     ("module", "words"),
     [
         ("fsdp_pretrain.eval.cli", "samples RUN --step 2"),
-        ("fsdp_pretrain.cli.main", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
+        ("fsdp_pretrain.cli.main", "plan CONFIGS/runs/quickstart.toml"),
     ],
 )
 def test_what_needs_torch_names_the_extra_to_install(helpers: Any, tmp_path: Path, module: str, words: str) -> None:
     (tmp_path / "segments").mkdir()
-    arguments = words.replace("RUN", str(tmp_path)).split()
+    configs = Path(__file__).parent.parent / "configs"
+    arguments = words.replace("RUN", str(tmp_path)).replace("CONFIGS", str(configs)).split()
     code = f"import sys; sys.modules['torch'] = None; from {module} import main; sys.exit(main())"
     done = command("-c", code, *arguments, capture_output=True, env=helpers.environment())
     assert done.returncode == 78 and "with torch, which is not installed" in done.stderr, done.stderr

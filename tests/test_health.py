@@ -345,6 +345,7 @@ def test_steps_that_are_not_finite(config: Config, steps: list[int], back: int |
     verdicts = judge(Health(config), (bad(n) if n in steps else record(n) for n in range(1, 160)))
     found = retreats(verdicts)
     assert found_at(verdicts, "loss/nonfinite", "WARN") == [100]
+    assert found_at(verdicts, "loss/nonfinite", "CRIT")[:1] == ([back] if back else [])
     assert ([step for step, _ in found][:1] == [back]) if back else not found
     if back:
         asked = found[0][1]

@@ -325,7 +325,7 @@ def test_damaged_and_foreign_files_are_named(
 
 def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
     for number, table in enumerate(
-        [pa.table({"text": ["a"], "n": [1]}), pa.table({"tokens": [[1.5]]}), pa.table({"tokens": [[1], None]})]
+        [pa.table({"n": [1], "text": ["a"]}), pa.table({"tokens": [[1.5]]}), pa.table({"tokens": [[1], None]})]
     ):
         path = tmp_path / f"{number}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:

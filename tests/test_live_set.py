@@ -238,6 +238,16 @@ def test_a_preview_counts_steps_from_where_the_run_is(lab: Any) -> None:
 
 
 @pytest.mark.quick
+def test_a_preview_of_a_change_at_once_begins_with_the_step_that_is_over(lab: Any) -> None:
+    """Which it does not change."""
+    config = load(config_of(lab, train={"duration": "6400 samples", "global_batch": "16 samples"}))
+    entry = read_entry(["optimizer.lr_scale=0.5"], config.schedule, at=800)
+    rows = preview(config, steer(config, entry), entry, step=50, consumed=800)
+    shown = [(row.step, float(row.after) / float(row.before)) for row in rows if row.key == "optimizer.lr"]
+    assert shown == [(50, 1.0), (51, 0.5)]
+
+
+@pytest.mark.quick
 def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
     for table in ('at = "8 steps"\noptimizer.lr = 1', 'at = "8 samples"\noptimizer.lr = {to = 1, over = "2 steps"}'):
         text = f"set = []\nskip = []\n[[timeline]]\n{table}\n"
