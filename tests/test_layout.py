@@ -19,11 +19,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint import dcp as writing
+from fsdp_pretrain.checkpoint import layout
 from fsdp_pretrain.checkpoint.layout import FILE_BYTES, TensorSpec, file_name, lay_out, places
 from fsdp_pretrain.checkpoint.loading import Weights, other_rank
+from fsdp_pretrain.checkpoint.manager import make_facts
+from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tensors import METADATA, read_tensors
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.parallel.mesh import SingleProcess
 
 SHAPES = [(512, 32), (257, 8), (3, 5), (1,), (0, 7), (64, 2, 3)]
 READS = """
@@ -127,6 +132,20 @@ def test_plain_dcp_reads_it(trained: Path, tmp_path: Path) -> None:
     dcp_to_torch_save(checkpoint.path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert whole["optim"]["norm.weight"]["step"] == 8 and whole["model"].keys() == weights.shapes.keys()
+
+
+def test_files_that_are_full_with_their_last_piece(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The last one too: here each piece fills one."""
+    for module in (writing, layout):
+        monkeypatch.setattr(module, "FILE_BYTES", 1)
+    config, world = load(trained), SingleProcess()
+    model, facts = models.build(config.model), make_facts(config, world, TrainState())
+    weights = {"model": {name: torch.randn(value.shape) for name, value in model.state_dict().items()}}
+    saved = writing.save(world, Store(tmp_path), facts, state=weights, train_state="{}", config="")
+    files = [path for path in saved.checkpoint.path.iterdir() if path.suffix == ".distcp"]
+    assert len(files) == len(weights["model"]) == len(read_tensors(saved.checkpoint.path))
+    read = Weights(saved.checkpoint, model)
+    assert all(torch.equal(read[name], tensor) for name, tensor in weights["model"].items())
 
 
 @pytest.mark.parametrize(("ranks", "shard"), [(4, 1), (2, 2), (1, 1)])

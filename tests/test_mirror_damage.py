@@ -368,6 +368,22 @@ def test_what_is_written_is_read_back(stored: Carried, object_store: ObjectStore
 
 
 @pytest.mark.quick
+def test_an_object_that_is_missing_is_no_failure_of_storage(carried: Carried) -> None:
+    """Nor is a failure taken for a missing object."""
+    carried.copy()
+    mirror = RunMirror(carried.config, patience=0)
+    folder = carried.mirror / "checkpoints/step-00000020"
+    entry = describe_file(folder / "train_state.json")
+    name = f"checkpoints/step-00000020/{entry.name}"
+    assert mirror.fetch(name, entry) == ""
+    (folder / entry.name).unlink()
+    assert mirror.fetch(name, entry) == f"{entry.name} is missing"
+    (folder / entry.name).mkdir()
+    with pytest.raises(RemoteError):
+        mirror.fetch(name, entry)
+
+
+@pytest.mark.quick
 def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
     """The same starts in both, and the run directory has lost its newest checkpoint."""
     carried.copy()

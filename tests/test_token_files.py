@@ -58,6 +58,14 @@ def test_an_arrow_file_cut_anywhere_is_an_error(tmp_path: Path, make: Any) -> No
         documents(put(path, whole + whole))
 
 
+def test_a_file_is_read_as_far_as_its_documents_are_wanted(tmp_path: Path) -> None:
+    """Not whole: its end is missing here, which is told when it is reached."""
+    runs = open_file(put(tmp_path / "a.arrow", arrow(pa.ipc.new_stream, LISTS)[:-40]), "arrow", 0).runs(8)
+    assert next(runs).lengths.tolist() == [*map(len, DOCUMENTS[:3])]
+    with pytest.raises(DataError, match=r"a\.arrow"):
+        list(runs)
+
+
 def with_offsets(raw: bytes, offsets: list[int]) -> bytes:
     """The file with other offsets in its first record batch."""
     old = np.cumsum([0, *map(len, DOCUMENTS[:7])]).astype("<i4").tobytes()
