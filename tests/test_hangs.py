@@ -24,6 +24,7 @@ from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
+from fsdp_pretrain.watchdog.hang.page import Page, Reader
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.hang.stacks import Frame, Stack
@@ -360,6 +361,14 @@ page.beat(Phase.SAVE)
 os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 signal.pause()
 """
+
+
+@pytest.mark.quick
+def test_a_note_that_is_too_long_for_a_page_does_not_replace_the_last(tmp_path: Path) -> None:
+    page, reader = Page(tmp_path / "rank-0.page", rank=0, segment=1), Reader(tmp_path / "rank-0.page")
+    for note, read in ((b"a.bin", b"a.bin"), (b"x" * 3072, b"a.bin"), (b"y" * 3071, b"y" * 3071)):
+        page.alive(note)
+        assert reader.note() == read
 
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "busy"])
