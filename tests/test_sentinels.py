@@ -144,6 +144,19 @@ def test_a_fault_that_is_over_ends_its_alarm_and_the_next_is_told(tmp_path: Path
     assert told == [("open", 10), ("acknowledged", 10), ("resolved", over), ("open", 401)]
 
 
+@pytest.mark.quick
+def test_tokens_unlike_those_of_the_first_steps_are_told_until_they_are_alike_again(tmp_path: Path) -> None:
+    """One such step is not told."""
+    told = list[tuple[str, str, int | None]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: told.append((alarm.key, alarm.state, alarm.step)))
+    detector = DataInvariantDetector(alarms, causal=False, max_quarantined=1e-4)
+    for step in range(1, 100):
+        far = 1e6 if step == 10 or 40 <= step < 50 else None if step < 5 else 1.0
+        counts = {"documents": 8, "separators": 8, "adjacent_specials": 0, "data_digest": str(step)}
+        detector.step(step_record(step, **counts, data_distance=far))
+    assert told == [("data-distance", "open", 41), ("data-distance", "resolved", 52)]
+
+
 @pytest.mark.parametrize("excludes", [False, True])
 def test_documents_left_out_are_no_other_mixture(
     records: Records, module_lab: Any, tmp_path: Path, excludes: bool
