@@ -2,8 +2,7 @@
 
 A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
 Every two seconds it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as
-the last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to
-it.
+the last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, others report to it.
 """
 
 from __future__ import annotations
